@@ -3,10 +3,11 @@
 import ast
 import os
 import re
-import subprocess
 import sys
 import tomllib
 from pathlib import Path
+
+from helpers import forked
 
 ROOT = Path(__file__).parent.parent
 PAGE = (ROOT / "docs/pages/extending.md").read_text(encoding="utf-8")
@@ -44,15 +45,7 @@ def test_every_part_of_the_outside_package_works(tmp_path: Path) -> None:
     install(tmp_path)
     (tmp_path / "steps.py").write_text("\n".join(STEPS), encoding="utf-8")
     path = os.pathsep.join(filter(None, [str(tmp_path), str(ROOT), os.environ.get("PYTHONPATH")]))
-    run = subprocess.run(
-        [sys.executable, "steps.py"],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+    run = forked.run([sys.executable, "steps.py"], cwd=tmp_path, env={**os.environ, "PYTHONPATH": path})
     assert run.returncode == 0, run.stderr
     assert "'train': " in run.stdout
     assert "matching" in run.stdout

@@ -2,11 +2,11 @@
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from helpers import forked
 
 ROOT = Path(__file__).parent.parent
 NOTEBOOKS = sorted((ROOT / "docs/notebooks").glob("*.ipynb"))
@@ -21,15 +21,8 @@ def test_notebook_runs(path: Path, tmp_path: Path) -> None:
     (tmp_path / "notebook.py").write_text("\n\n".join(code), encoding="utf-8")
     (tmp_path / "salt").write_text("5a" * 32 + "\n", encoding="ascii")
     paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    run = subprocess.run(
-        [sys.executable, "notebook.py"],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": paths, "MPLBACKEND": "Agg", "MEDVL_SALT_FILE": str(tmp_path / "salt")},
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-    )
+    environment = {**os.environ, "PYTHONPATH": paths, "MPLBACKEND": "Agg", "MEDVL_SALT_FILE": str(tmp_path / "salt")}
+    run = forked.run([sys.executable, "notebook.py"], cwd=tmp_path, env=environment, timeout=600)
     assert run.returncode == 0, run.stdout[-2000:] + run.stderr[-4000:]
 
 

@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+from helpers import forked
 from helpers.script_modules import SCRIPTS, load_script
 
 soak = load_script("soak")
@@ -80,7 +81,7 @@ def test_disturbance_ends_a_run(seed: int) -> None:
 @pytest.mark.slow
 def test_short_soak_reproduces_the_undisturbed_run() -> None:
     command = [sys.executable, str(SCRIPTS / "soak.py"), "--minutes", "0.1", "--steps-a-run", "8", "--seed", "3"]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
+    result = forked.run(command, timeout=600)
     assert result.returncode == 0, result.stdout + result.stderr
     first, *runs = result.stdout.splitlines()
     assert re.fullmatch(r"undisturbed: 8 steps, \d+ records, weights [0-9a-f]{12}", first)

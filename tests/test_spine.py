@@ -4,13 +4,20 @@ import csv
 import gzip
 import hashlib
 import json
+import os
+import random
+import re
+import select
 import shutil
+import signal
+import time
 from collections import Counter
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import IO
 
 import pytest
-from helpers import train_fakes as fakes
+from helpers import forked, train_fakes as fakes
 from helpers.spine_corpus import PATIENTS, Spine, canaries, contents
 
 from medvl.cli import main as cli
@@ -225,3 +232,47 @@ def test_a_flipped_bit_of_a_checkpoint_is_found_before_it_is_judged(
     assert error.startswith(f"medvl: {checkpoint / name} ")
     assert error.endswith("damaged\n")
     assert error.count("\n") == 1
+
+
+KILLED_STEPS, LATEST_KILL = 18, 10
+"""Killed early enough that the run cannot end before the signal arrives."""
+
+
+def shared(spine: Spine, run_dir: Path, workers: int) -> list[str]:
+    """The command of a run that is killed, and of the one that is not."""
+    return spine.recipe(
+        run_dir, train__steps=KILLED_STEPS, train__checkpoint_every=2, train__log_every=1, data__workers=workers
+    )
+
+
+def kill_after(spine: Spine, step: int, command: list[str], pipe: Path) -> IO[str]:
+    """Start a training and kill it when it tells of that step: it alone, its workers must notice by themselves. Return
+    its stderr, which ends when the last of them has."""
+    process, stderr = forked.start_with_pipe(command, pipe, cwd=spine.home, env=spine.environment)
+    for told in stderr:
+        if re.search(rf"step {step} of {KILLED_STEPS}\b", told):
+            process.kill()
+            break
+    process.join(60)
+    assert process.exitcode == -signal.SIGKILL, told
+    return stderr
+
+
+@pytest.mark.fault("F8")
+def test_a_killed_recipe_started_again_ends_with_the_same_weights(spine: Spine, tmp_path: Path) -> None:
+    """Also when the second start has another number of workers."""
+    spine.run("whole", shared(spine, tmp_path / "whole", workers=0))
+    step = random.Random(time.time_ns()).randrange(1, LATEST_KILL + 1)
+    with kill_after(spine, step, shared(spine, tmp_path / "killed", workers=2), tmp_path / "stderr") as stderr:
+        shutil.copytree(tmp_path / "killed", tmp_path / "fewer", symlinks=True)
+        for name, workers in (("killed", 2), ("fewer", 0)):
+            spine.run(name, shared(spine, tmp_path / name, workers=workers))
+            (resumed,) = re.findall(r"resuming from .*step-(\d+)", spine.printed[name])
+            assert (step - 1) // 2 * 2 <= int(resumed) < KILLED_STEPS
+            same = fakes.weights_hash(tmp_path / name) == fakes.weights_hash(tmp_path / "whole")
+            assert same, f"{name} after step {step}, gone on from {resumed}"
+            assert fakes.records(tmp_path / name) == fakes.records(tmp_path / "whole")
+        while select.select([stderr], [], [], 30)[0]:
+            if not os.read(stderr.fileno(), 1 << 16):
+                return
+        pytest.fail("a worker of the killed run is still there")

@@ -2,7 +2,6 @@
 
 import json
 import os
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers import forked
 from helpers.errors import raises
 from torch import nn
 
@@ -110,7 +110,9 @@ def usage(folder: Path) -> str:
 def in_new_process(code: str, cwd: Path) -> str:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
     command = [sys.executable, "-c", f"import medvl\n{code}"]  # for PyPI's torchvision beside torch without CUDA
-    return subprocess.run(command, cwd=cwd, env=environment, check=True, capture_output=True, text=True).stdout
+    done = forked.run(command, cwd=cwd, env=environment)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 def test_open_clip_folder_of_a_bert_can_be_moved(tmp_path: Path) -> None:

@@ -61,12 +61,13 @@ def main(folder: Path) -> None:
     rank = dist.get_rank()
     results = {f"pairs/{name}": tensor for name, tensor in flat(sample_pairs((FIRST, SECOND)[rank]).gather()).items()}
     for name, create in SYSTEMS.items():
+        model = create().eval()
+        parallel = DistributedDataParallel(model)
         for case in ("one", "none"):
-            model = create().eval()
+            model.zero_grad(set_to_none=True)
             batch = make_batch(name, (FIRST, SECOND)[rank])
             if case == "none" or rank == 1:
                 batch = dataclasses.replace(batch, has_text_B=torch.zeros(len(batch), dtype=torch.bool))
-            parallel = DistributedDataParallel(model)  # by name: its hooks must outlive the forward pass
             losses = parallel(batch)
             losses.total.backward()
             results |= {f"{name}/{case}/{key}": p.grad for key, p in model.named_parameters() if p.grad is not None}

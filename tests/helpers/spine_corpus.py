@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pydicom
 
+from helpers import forked
+
 RECIPE = Path(__file__).parents[2] / "recipes" / "convirt_mimic.py"
 PATIENTS, SEED, SIZE = 22, 10, 96
 """This seed puts two patients into validation and four into test, with positives and negatives of some findings."""
@@ -68,9 +70,7 @@ class Spine:
 
     def ended(self, command: Sequence[str]) -> subprocess.CompletedProcess[str]:
         """A command to its end, however it ends."""
-        return subprocess.run(
-            command, capture_output=True, text=True, timeout=300, check=False, cwd=self.home, env=self.environment
-        )
+        return forked.run(command, cwd=self.home, env=self.environment)
 
     @property
     def environment(self) -> dict[str, str]:

@@ -1,25 +1,14 @@
-"""Two ranks without torchrun, forked from a process that has imported the libraries: a second instead of ten."""
+"""Two ranks without torchrun: a second instead of ten."""
 
-import multiprocessing
 import os
-import runpy
 import socket
 import sys
 import tempfile
 from pathlib import Path
 
+from helpers import forked
+
 RANKS = 2
-_CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(
-    [
-        "medvl.models.dual_encoders.convirt",
-        "medvl.train",
-        "timm",
-        "torch.distributed.fsdp",
-        "torch.nn.parallel.distributed",
-        "transformers.models.bert.modeling_bert",
-    ]
-)
 
 
 def run_two_ranks(script: Path | str, *arguments: object, timeout: float = 300) -> None:
@@ -28,26 +17,17 @@ def run_two_ranks(script: Path | str, *arguments: object, timeout: float = 300) 
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
         free.close()
-        words = [str(script), *map(str, arguments)]
+        command = [sys.executable, str(script), *map(str, arguments)]
         outputs = [Path(logs, str(rank)) for rank in range(RANKS)]
-        processes = [
-            _CONTEXT.Process(target=_run, args=(rank, port, words, output)) for rank, output in enumerate(outputs)
-        ]
-        for process in processes:
-            process.start()
+        processes = []
+        for rank, output in enumerate(outputs):
+            numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": RANKS, "LOCAL_WORLD_SIZE": RANKS}
+            env = {name: str(value) for name, value in {**numbers, "MASTER_PORT": port}.items()}
+            env = {**os.environ, **env, "MASTER_ADDR": "localhost"}
+            processes.append(forked.start(command, cwd=Path.cwd(), stdout=output, stderr=output, env=env))
         for process in processes:
             process.join(timeout)
         codes = [process.exitcode for process in processes]
         for process in processes:
             process.kill()
         assert codes == [0] * RANKS, "\n".join([str(codes), *(path.read_text() for path in outputs if path.exists())])
-
-
-def _run(rank: int, port: int, words: list[str], output: Path) -> None:
-    numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": RANKS, "LOCAL_WORLD_SIZE": RANKS, "MASTER_PORT": port}
-    os.environ.update({name: str(value) for name, value in numbers.items()}, MASTER_ADDR="localhost")
-    with output.open("w") as file:
-        os.dup2(file.fileno(), 1)
-        os.dup2(file.fileno(), 2)
-    sys.argv = words
-    runpy.run_path(words[0], run_name="__main__")

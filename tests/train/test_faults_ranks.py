@@ -4,13 +4,12 @@ import json
 import logging
 import os
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
-from helpers import train_fakes as fakes, train_ranks as ranks
+from helpers import forked, train_fakes as fakes, train_ranks as ranks
 
 from medvl.train.fault_tolerance import checkpoint
 
@@ -28,14 +27,7 @@ def _fake_files(monkeypatch: pytest.MonkeyPatch) -> None:
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     target = tmp_path_factory.mktemp("ranks")
     command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts", "1"]
-    ended = subprocess.run(
-        [sys.executable, *command, SCRIPT, str(target)],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
+    ended = forked.run([sys.executable, *command, SCRIPT, str(target)], env={**os.environ, "OMP_NUM_THREADS": "1"})
     assert ended.returncode == 0, ended.stderr
     return target
 

@@ -6,7 +6,6 @@ import logging
 import os
 import re
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -15,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import train_fakes as fakes
+from helpers import forked, train_fakes as fakes
 from helpers.errors import raises
 from helpers.train_child import Dying
 from helpers.train_fakes import FakeLoader, TwoTowers, records, train
@@ -129,13 +128,7 @@ print(result.step, result.save_failures)
 @pytest.mark.fault("F2")
 def test_run_continues_at_the_file_size_limit(tmp_path: Path) -> None:
     """As the kernel does it, in the middle of a file: a limit of the process stands for the disk's."""
-    ended = subprocess.run(
-        [sys.executable, "-c", FULL, str(tmp_path)],
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-    )
+    ended = forked.run([sys.executable, "-c", FULL, str(tmp_path)])
     assert ended.returncode == 0, ended.stderr
     step, failures = map(int, ended.stdout.split())
     assert step == 8
@@ -176,13 +169,8 @@ def test_dead_worker_ends_a_run_with_advice_and_resume_is_exact(tmp_path: Path) 
         return train(TwoTowers(), Dying(None), optim=fakes.optim(), config=config)
 
     killed = tmp_path / "killed"
-    ended = subprocess.run(  # torch's own timeout, without the check for dead workers, would be twice this one
-        [sys.executable, "-c", DYING, str(killed)],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+    # torch's own timeout, without the check for dead workers, would be twice this one
+    ended = forked.run([sys.executable, "-c", DYING, str(killed)])
     assert ended.returncode == 1
     assert re.search(r"LoaderError: .*worker.* with fewer --data.workers", ended.stderr)
     checkpoint.verify(killed / "last")

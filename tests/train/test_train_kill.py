@@ -9,14 +9,14 @@ import time
 from pathlib import Path
 
 import pytest
-from helpers import train_fakes as fakes
+from helpers import forked, train_fakes as fakes
 
 CHILD = str(Path(fakes.__file__).with_name("train_child.py"))
 
 
 def child(*arguments: object) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, CHILD, *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    return forked.run(command)
 
 
 @pytest.mark.fault("F1")
@@ -36,20 +36,22 @@ def test_resume_after_a_kill_at_a_random_step_is_exact(tmp_path: Path) -> None:
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_signal_to_the_process_group_ends_a_run_with_workers_cleanly(number: signal.Signals, tmp_path: Path) -> None:
     """As Ctrl-C in a terminal and torchrun send it. Workers in the same group would die of it, and the run with them."""
-    command = [sys.executable, CHILD, "workers", str(tmp_path)]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True) as process:
-        assert process.stderr is not None
-        for line in process.stderr:
+    command = [sys.executable, CHILD, "workers", str(tmp_path / "run")]
+    process, stderr = forked.start_with_pipe(command, tmp_path / "stderr", cwd=tmp_path, new_session=True)
+    assert process.pid is not None
+    with stderr:
+        for line in stderr:
             if "step 9 of 1000" in line:
                 break
         os.killpg(process.pid, number)
         sent = time.monotonic()
-        rest = process.stderr.read()
-        assert process.wait() == 0, rest
+        rest = stderr.read()
+        process.join(60)
+        assert process.exitcode == 0, rest
     assert time.monotonic() - sent < 30
     assert f"stopped by {number.name} after step " in rest
     step = int(rest.split("after step ")[-1].split(":")[0])
-    assert (tmp_path / "last").readlink().name == f"step-{step:08d}"
+    assert (tmp_path / "run" / "last").readlink().name == f"step-{step:08d}"
 
 
 @pytest.mark.fault("F1")

@@ -1,9 +1,6 @@
 """Two ranks against one process: gather, DDP and complete runs."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -24,19 +21,6 @@ def _fake_files(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checkpoint, "model_files", fakes.FakeModelFiles)
 
 
-def torchrun(folder: Path, *names: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.run(
-        [*command, SCRIPT, str(folder), *names],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-        env=environment,
-    )
-
-
 def found(folder: Path, name: str) -> list[Any]:
     """What each rank wrote."""
     return [json.loads((folder / f"{name}-{rank}.json").read_text()) for rank in (0, 1)]
@@ -44,7 +28,7 @@ def found(folder: Path, name: str) -> list[Any]:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One start of torchrun for all checks that go on after one another."""
+    """One start of two ranks for all checks that go on after one another."""
     target = tmp_path_factory.mktemp("ranks")
     names = ("gather", "losses", "ddp", "train", "nan", "disk", "disagree", "lock", "validate", "whole")
     run_two_ranks(SCRIPT, target, *names)
@@ -158,14 +142,11 @@ def test_locked_folder_stops_all_ranks(folder: Path) -> None:
 
 
 @pytest.mark.fault("F4")
-@pytest.mark.slow
 def test_signal_to_one_rank_stops_both_and_resume_is_exact(folder: Path, tmp_path: Path) -> None:
-    stopped = torchrun(tmp_path, "signal")
-    assert stopped.returncode == 0, stopped.stderr
+    run_two_ranks(SCRIPT, tmp_path, "signal")
     assert not list(tmp_path.glob("signal-*.json"))  # train did not return, on either rank
     assert (tmp_path / "resume" / "last").readlink().name == "step-00000004"
-    again = torchrun(tmp_path, "resume")
-    assert again.returncode == 0, again.stderr
+    run_two_ranks(SCRIPT, tmp_path, "resume")
     assert found(tmp_path, "resume") == found(folder, "whole") == [12, 12]
     assert fakes.weights_hash(tmp_path / "resume") == fakes.weights_hash(folder / "whole")
     assert fakes.records(tmp_path / "resume") == fakes.records(folder / "whole")
@@ -188,8 +169,7 @@ def test_resume_on_another_number_of_ranks_warns(tmp_path: Path) -> None:
     ranks.training(tmp_path / "whole", epochs=4)
     with pytest.raises(KeyboardInterrupt):
         ranks.training(tmp_path / "one", Stop(20, 4), checkpoint_every=1, epochs=4)
-    ended = torchrun(tmp_path, "more_ranks")
-    assert ended.returncode == 0, ended.stderr
+    run_two_ranks(SCRIPT, tmp_path, "more_ranks")
     for result in found(tmp_path, "more_ranks"):
         assert result["step"] == 12
         assert "was written on 1 ranks, this run has 2: the batches are the same" in result["warnings"][0]

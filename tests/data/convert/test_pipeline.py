@@ -4,7 +4,6 @@ import dataclasses
 import json
 import os
 import signal
-import subprocess
 import sys
 import tarfile
 import time
@@ -17,6 +16,7 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 import webdataset
+from helpers import forked
 from helpers.dicom_builder import image_dataset, write_dataset
 from helpers.errors import raises
 from helpers.mimic_files import IMAGES, textured
@@ -170,16 +170,17 @@ def test_run_killed_by_the_system_resumes(tmp_path: Path, deid: Deidentifier) ->
     command = [sys.executable, "-m", "medvl", "shards", "table", "--table", str(tmp_path / "rows.jsonl"),
                "--image-column", "image", "--patient-column", "patient", "--text-column", "text", "--workers", "2",
                "--samples-per-shard", "20"]  # fmt: skip
-    subprocess.run([*command, "--out", str(tmp_path / "whole")], check=True, capture_output=True)
+    forked.run([*command, "--out", str(tmp_path / "whole")]).check_returncode()
     out = tmp_path / "out"
-    process = subprocess.Popen([*command, "--out", str(out)], start_new_session=True, stderr=subprocess.DEVNULL)
+    process = forked.start([*command, "--out", str(out)], cwd=tmp_path, new_session=True)
+    assert process.pid is not None
     while not list(out.glob("*/*.tar")):
-        assert process.poll() is None
+        assert process.exitcode is None
         time.sleep(0.01)
     os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
+    process.join()
     assert not list(out.glob("*/manifest.json")), "killed too late to test anything"
-    subprocess.run([*command, "--out", str(out)], check=True, capture_output=True)
+    forked.run([*command, "--out", str(out)]).check_returncode()
     for split in ("train", "validate", "test"):
         expected = contents(tmp_path / "whole" / split)
         actual = contents(out / split)

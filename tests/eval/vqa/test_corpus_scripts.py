@@ -5,6 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+from helpers import forked
 from helpers.errors import raises
 from helpers.vqa_corpora import rad_row, write_image, write_slake
 
@@ -27,7 +28,7 @@ def rad_root(folder: Path) -> Path:
 
 def run(folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, str(SCRIPT), "--root", str(folder), "--resamples", "10", *options]
-    return subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    return forked.run(command)
 
 
 def test_vqa_rad_script_evaluates_predictions_and_reports_errors(tmp_path):
@@ -56,6 +57,6 @@ def test_split_definition_is_read_from_samples(tmp_path, deid):
 def test_slake_script_evaluates_baselines(tmp_path):
     script = SCRIPT.with_name("slake.py")
     command = [sys.executable, str(script), "--root", str(write_slake(tmp_path)), "--resamples", "10"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    done = forked.run(command)
     assert done.returncode == 0, done.stderr
     assert "slake, official split, test, protocol medvl: 1 questions on 1 images" in done.stdout

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from helpers import forked
 from PIL import Image
 
 import medvl
@@ -57,7 +58,7 @@ def folder(tmp_path_factory) -> Path:
 
 def run(folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, str(SCRIPT), "--checkpoint", str(folder / "run" / "best"), *options, "--workers", "0"]
-    return subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    return forked.run(command)
 
 
 @pytest.mark.slow

@@ -1,6 +1,7 @@
 """The base of all contrastive systems: incomplete rows, ranks without pairs, and operations on pairs."""
 
 import dataclasses
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -101,25 +102,25 @@ def test_a_batch_without_pairs_has_zero_losses_and_zero_gradients(name: str) -> 
 def test_a_rank_without_pairs_changes_nothing(tmp_path: Path) -> None:
     """Losses and gradients are those of the other rank's pairs alone; with no pair on any rank, they are zero."""
     run_two_ranks(contrastive_ranks.__file__, tmp_path)
-    for rank in (0, 1):
-        results = safetensors.torch.load_file(tmp_path / f"rank-{rank}.safetensors")
-        for name, create in SYSTEMS.items():
-            model = create().eval()
-            batch = make_batch(name, FIRST)
-            if not model.needs_pairs:  # the images of the other rank count
-                batch = dataclasses.replace(make_batch(name), has_text_B=torch.arange(PAIRS) < FIRST.stop)
-            losses = model(batch)
-            losses.total.backward()
-            expected = {
-                **gradients(model),
-                **{f"loss/{key}": term.detach() for key, term in losses.terms.items()},
-                "loss": losses.total.detach(),
-            }
-            for key, tensor in expected.items():
-                actual = results.pop(f"{name}/one/{key}")
-                near = {"rtol": 1e-4, "atol": 1e-6 + 1e-5 * tensor.abs().max().item()}
-                torch.testing.assert_close(actual, tensor, **near, msg=lambda text, n=f"{name} {key}": f"{n}: {text}")
-                assert not results.pop(f"{name}/none/{key}").any(), key
+    found = [safetensors.torch.load_file(tmp_path / f"rank-{rank}.safetensors") for rank in (0, 1)]
+    for name, create in SYSTEMS.items():
+        model = create().eval()
+        batch = make_batch(name, FIRST)
+        if not model.needs_pairs:  # the images of the other rank count
+            batch = dataclasses.replace(make_batch(name), has_text_B=torch.arange(PAIRS) < FIRST.stop)
+        losses = model(batch)
+        losses.total.backward()
+        expected = {
+            **gradients(model),
+            **{f"loss/{key}": term.detach() for key, term in losses.terms.items()},
+            "loss": losses.total.detach(),
+        }
+        for results, (key, tensor) in itertools.product(found, expected.items()):
+            actual = results.pop(f"{name}/one/{key}")
+            near = {"rtol": 1e-4, "atol": 1e-6 + 1e-5 * tensor.abs().max().item()}
+            torch.testing.assert_close(actual, tensor, **near, msg=lambda text, n=f"{name} {key}": f"{n}: {text}")
+            assert not results.pop(f"{name}/none/{key}").any(), key
+    for results in found:
         gathered = {key: results.pop(f"pairs/{key}") for key in flat(sample_pairs(slice(None)))}
         for key, tensor in flat(sample_pairs(slice(None))).items():
             assert torch.equal(gathered[key], tensor), key
