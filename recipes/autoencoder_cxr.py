@@ -2,7 +2,7 @@
 
     medvl shards mimic-cxr --root MIMIC-CXR --views PA AP --short-side 512 --out shards/mimic-cxr-512
     torchrun --nproc-per-node 8 recipes/autoencoder_cxr.py
-    torchrun recipes/autoencoder_cxr.py tiny          # phantom corpus of scripts/quickstart.sh, two CPU cores
+    torchrun recipes/autoencoder_cxr.py tiny          # data of `medvl phantom quickstart`, two CPU cores
     medvl generate --checkpoint runs/autoencoder-cxr/best --data shards/mimic-cxr-512/test --reconstruct --out rebuilt
 
 Needs `pip install medvl[generation]`. RoentGen leaves Stable Diffusion's autoencoder as it is, because it reconstructs

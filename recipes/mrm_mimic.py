@@ -3,7 +3,7 @@
     torchrun --nproc-per-node 4 recipes/mrm_mimic.py --data.train DIR/train --data.valid DIR/validate
     torchrun recipes/mrm_mimic.py ecamp ...       # ECAMP's words and fusion (arXiv 2312.13316)
     torchrun recipes/mrm_mimic.py maco ...        # MaCo's contrast in place of words (arXiv 2309.05904)
-    torchrun recipes/mrm_mimic.py tiny            # phantom corpus of scripts/quickstart.sh, two CPU cores
+    torchrun recipes/mrm_mimic.py tiny            # data of `medvl phantom quickstart`, two CPU cores
     torchrun recipes/carzero_mimic.py --init-from runs/mrm/best ...       # a system on its encoders
 
 Preset `paper`: MAE's ViT-B/16, images of 448 pixels of which 224 are read, three quarters of the patches removed, half
