@@ -59,7 +59,7 @@ def settings_of(run: Run, store: Store) -> Any:
     )  # fmt: skip
     corpus, tree = run.corpus, _located(run, store, run.settings)
     tokenizer = corpus.words if run.family == "report" else corpus.tokenizer
-    data = {"train": run.train_shards, "tokenizer": tokenizer, "workers": run.budget.workers}
+    data: dict[str, Any] = {"train": run.train_shards, "tokenizer": tokenizer, "workers": run.budget.workers}
     data["extra_train"] = () if run.family == "report" else corpus.extra_train
     if tree["data"].get("valid") is not None:
         data["valid"] = str(Path(run.train_shards).parent / "validate")

@@ -114,7 +114,7 @@ def located_corpus(corpus: CorpusConfig, out: Path) -> CorpusConfig:
     """Return a corpus with absolute folders."""
     text = expanded(corpus.root or str(out / "data" / corpus.name), f"corpora.{corpus.name}.root")
     root = Path(text).absolute()
-    folders = {}
+    folders: dict[str, Any] = {}
     for field in dataclasses.fields(corpus):
         value = getattr(corpus, field.name)
         if isinstance(value, str) and field.name not in ("name", "root", "prompts"):

@@ -17,7 +17,7 @@ def loss_section(found: Measurements, store: Store) -> Pictures | None:
     """Return the training losses of all runs, relative to the first record; None without records."""
     strips = []
     for family, title in FAMILIES.items():
-        lines = {}
+        lines: dict[str, tuple[list[float], list[float]]] = {}
         for row in found.rows:
             if row.family == family and row.weights == "trained":
                 lines |= {run.title: curve for run in row.runs if (curve := _losses(store, run)) is not None}
