@@ -98,7 +98,7 @@ tiny = GenerationRecipe(
         valid_batch=64,
     ),
     optim=OptimConfig(optimizer="adamw", lr=1e-3, betas=(0.9, 0.99), clip_norm=1.0, schedule=Cosine(warmup_steps=50)),
-    train=TrainConfig(run_dir=Path("quickstart/roentgen"), epochs=8, global_batch=32, precision="bf16", num_threads=1),
+    train=TrainConfig(run_dir=Path("quickstart/roentgen"), epochs=8, global_batch=32, precision="bf16"),
 )
 
 PRESETS = {

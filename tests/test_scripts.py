@@ -18,6 +18,7 @@ SMALLEST = {
     "benchmark_fusion": "--size tiny --batch 2",
     "benchmark_generation": "--size tiny --tokens 4 --batch 2",
     "benchmark_gloria": "--batch 4 --repeats 1",
+    "benchmark_images": "--size tiny --seconds --batch 1 --repeats 1",
     "benchmark_loader": "--patients 8 --workers 0 --images 8 --batch 4 --repeats 1",
     "benchmark_alignment": "--batch 2 --words 6 --patches 4 --width 8 --repeats 1",
     "benchmark_losses": "--batch 64 --dim 8 --repeats 1 --losses info_nce --forms blocks",

@@ -128,7 +128,7 @@ def test_recipes_run_on_one_rank_a_core(cores: int, gpu: bool, expected: int, tm
 
 
 def test_quickstarts_train_on_all_cores() -> None:
-    for name in ("quickstart.sh", "quickstart_vqa.sh"):
+    for name in ("quickstart.sh", "quickstart_vqa.sh", "quickstart_generation.sh"):
         lines = (PROJECT / "scripts" / name).read_text().splitlines()
         assert any(line.strip().startswith("torchrun recipes/") for line in lines), name
         assert not any("--nproc-per-node" in line for line in lines), name
