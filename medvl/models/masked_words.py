@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from medvl.common.cpu_rows import filling_rows
 from medvl.data.transforms.mlm_masking import TextMasking
 from medvl.errors import ConfigError
 from medvl.losses.masked.mlm import masked_positions
@@ -95,9 +96,11 @@ class WordHead(nn.Module):
 
     def forward(self, states_ND: Tensor, table_VD: Tensor | None = None) -> Tensor:
         """(N, V): scores of every word. Pass the states of masked positions only: the head is expensive."""
-        hidden_ND = self.norm(F.gelu(self.dense(states_ND), approximate=self.approximate))
+        count = len(states_ND)
+        states_RD = F.pad(states_ND, (0, 0, 0, filling_rows(count, states_ND.device)))
+        hidden_RD = self.norm(F.gelu(self.dense(states_RD), approximate=self.approximate))
         if self.words is None:
             assert table_VD is not None, "a tied head needs the table of word embeddings"
-            return F.linear(hidden_ND, table_VD, self.bias)
-        scores_NV: Tensor = self.words(hidden_ND) + self.bias
-        return scores_NV
+            return F.linear(hidden_RD, table_VD, self.bias)[:count]
+        scores_RV: Tensor = self.words(hidden_RD) + self.bias
+        return scores_RV[:count]

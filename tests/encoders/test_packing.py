@@ -91,16 +91,35 @@ def test_disabling_packing_restores_padded_encoding() -> None:
 
 def test_flops_are_proportional_to_real_tokens() -> None:
     """Count linear layers only; attention products are a thirtieth of a BERT with 128 tokens."""
-    encoder, mask_BT = encoder_of().eval(), MASKS["ragged"]
+    encoder, mask_BT = encoder_of().eval(), MASKS["ragged"].repeat(9, 1)
+    ids_BT = ids().repeat(9, 1)
 
     def linear_flops() -> int:
         with FlopCounterMode(display=False) as counter:
-            encoder(ids(), mask_BT)
+            encoder(ids_BT, mask_BT)
         return sum(flops for operation, flops in counter.get_flop_counts()["Global"].items() if "mm" in str(operation))
 
     padded = linear_flops()
     encoder.pack()
-    assert linear_flops() == padded * int(mask_BT.sum()) // mask_BT.numel()
+    rows = 192  # 189 real tokens, filled up
+    assert linear_flops() == padded * rows // mask_BT.numel()
+
+
+def test_rows_of_packed_texts_have_few_lengths_on_a_cpu() -> None:
+    """oneDNN keeps compiled kernels for every length."""
+    generator = torch.Generator().manual_seed(0)
+    for longest in (20, 40, 90):
+        lengths_B = torch.randint(longest + 1, (16, 1), generator=generator)
+        packing = Packing.from_mask(torch.arange(90) < lengths_B)
+        assert packing.tokens == int(lengths_B.sum())
+        assert len(packing.index_R) % 64 == 0
+        assert packing.tokens <= len(packing.index_R) < packing.tokens + 64
+    assert len(Packing.from_mask(MASKS["ragged"]).index_R) == 21  # few texts have few lengths
+    nearly_full = torch.arange(72).view(8, 9) < 65
+    packing = Packing.from_mask(nearly_full)
+    assert len(packing.index_R) == 72  # never more than without packing
+    values_BT = torch.arange(72.0).view(8, 9)
+    assert torch.equal(packing.unpack(packing.pack(values_BT)), values_BT * nearly_full)
 
 
 def test_frozen_layers_get_no_gradient_when_packed() -> None:
@@ -127,21 +146,22 @@ def test_packing_offsets_and_round_trip() -> None:
     assert packing.offsets_B1.tolist() == [0, 3, 3, 12, 13]
     assert packing.offsets_B1.dtype == torch.int32
     values_BT = torch.arange(36.0).view(4, 9)
-    packed_N = packing.pack(values_BT)
-    assert packed_N.tolist() == [0, 1, 2, *range(18, 27), 27]
-    assert torch.equal(packing.unpack(packed_N), values_BT.masked_fill(~packing.mask_BT, 0.0))
+    packed_R = packing.pack(values_BT)
+    assert packing.tokens == 13
+    assert packed_R.tolist() == [0, 1, 2, *range(18, 27), 27]
+    assert torch.equal(packing.unpack(packed_R), values_BT.masked_fill(~packing.mask_BT, 0.0))
 
 
 def test_packed_attention_equals_softmax_per_text() -> None:
     packing = Packing.from_mask(MASKS["ragged"])
     generator = torch.Generator().manual_seed(3)
-    query, key, value = (torch.randn(1, 2, len(packing.index_N), 8, generator=generator) for _ in range(3))
+    query, key, value = (torch.randn(1, 2, len(packing.index_R), 8, generator=generator) for _ in range(3))
     attended, _ = packed_attention(torch.nn.Identity(), query, key, value, None, scaling=0.3, packing=packing)
     parts = []
     for first, end in itertools.pairwise(packing.offsets_B1.tolist()):
         weights = (0.3 * query[0, :, first:end] @ key[0, :, first:end].mT).softmax(dim=-1)
         parts.append((weights @ value[0, :, first:end]).transpose(0, 1))
-    torch.testing.assert_close(attended[0], torch.cat(parts), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(attended[0, : packing.tokens], torch.cat(parts), rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("name", ["clip_text", "static"])

@@ -48,8 +48,8 @@ class TextAdapter(abc.ABC):
         """Prepare a model for `encode_packed`; padded texts are encoded as before."""
         raise _unsupported(net, "packed texts")
 
-    def encode_packed(self, net: Any, hidden_1ND: Tensor, packing: Packing) -> Sequence[Tensor]:
-        """Return all states (1, N, D) of the real tokens of a batch, each of which attends to its own text."""
+    def encode_packed(self, net: Any, hidden_1RD: Tensor, packing: Packing) -> Sequence[Tensor]:
+        """Return all states (1, R, D) of packed tokens, each of which attends to its own text."""
         raise _unsupported(net, "packed texts")
 
     def first_token_attention(self, net: Any, hidden_BTD: Tensor, mask_BT: Tensor) -> Tensor:
@@ -110,9 +110,9 @@ class BertAdapter(TextAdapter):
         """Register the packed attention function."""
         use_packed_attention(net)
 
-    def encode_packed(self, net: Any, hidden_1ND: Tensor, packing: Packing) -> Sequence[Tensor]:
+    def encode_packed(self, net: Any, hidden_1RD: Tensor, packing: Packing) -> Sequence[Tensor]:
         """Return the states of packed tokens."""
-        states = [hidden_1ND]
+        states = [hidden_1RD]
         for layer in self._layers_in_order(net):
             states.append(layer(states[-1], None, packing=packing))
         return states

@@ -122,7 +122,7 @@ class TextEncoder(Encoder):
         """Encode a batch of embedded texts, the output of `embed` or `embed_vectors`; see `forward`."""
         mask_BT = mask_BT.bool()
         packing = Packing.from_mask(mask_BT) if self._is_packing else None
-        if packing is not None and len(packing):  # transformers rejects a row without tokens
+        if packing is not None and packing.tokens:  # transformers rejects a row without tokens
             states = self._adapter.encode_packed(self.backbone, packing.pack(hidden_BTD)[None], packing)
             combined_BTD = packing.unpack(self._combine_layers(states)[0])
         else:

@@ -6,9 +6,10 @@ attention dropout, which it does not support (set the encoder's `attention_probs
 Otherwise queries, keys and values are padded for attention, and its result is packed again.
 
 The number of real tokens must be known on the host, so a GPU is synchronised: encode texts first in a step, while its
-queue is empty.
+queue is empty. On a CPU the row is filled up (`medvl.common.cpu_rows`).
 
-N is the number of real tokens of a batch; the other letters are those of `medvl.schema`, with h heads of d dimensions.
+N is the number of real tokens of a batch, and R that of rows, with the filling; the other letters are those of
+`medvl.schema`, with h heads of d dimensions.
 """
 
 import dataclasses
@@ -17,6 +18,8 @@ from typing import Any, Self
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from medvl.common.cpu_rows import filling_rows
 
 ATTENTION = "medvl_packed"
 """Name under which `packed_attention` is registered with transformers."""
@@ -31,8 +34,10 @@ class Packing:
 
     mask_BT: Tensor
     """bool, True on real tokens."""
-    index_N: Tensor
-    """int64: index of each real token among all B * T positions, ascending."""
+    index_R: Tensor
+    """int64: index of each real token among all B * T positions, ascending; then the first one's again, as filling."""
+    tokens: int
+    """N, the number of real tokens."""
     offsets_B1: Tensor
     """int32 (B + 1,): offset of each text in the row of real tokens, and the row's length."""
 
@@ -41,20 +46,19 @@ class Packing:
         """Return the packing of a mask, which need not be padded on the right; synchronises the device."""
         index_N = mask_BT.flatten().nonzero()[:, 0]
         end_B = mask_BT.sum(dim=1).cumsum(dim=0)
-        return cls(mask_BT, index_N, F.pad(end_B, (1, 0)).int())
-
-    def __len__(self) -> int:
-        """Return N, the number of real tokens."""
-        return len(self.index_N)
+        filling = min(filling_rows(len(index_N), index_N.device), mask_BT.numel() - len(index_N))
+        index_R = torch.cat([index_N, index_N[:1].expand(filling)])
+        return cls(mask_BT, index_R, len(index_N), F.pad(end_B, (1, 0)).int())
 
     def pack(self, padded_BTx: Tensor) -> Tensor:
-        """Map (B, T, ...) to (N, ...)."""
-        return padded_BTx.flatten(0, 1).index_select(0, self.index_N)
+        """Map (B, T, ...) to (R, ...)."""
+        return padded_BTx.flatten(0, 1).index_select(0, self.index_R)
 
-    def unpack(self, packed_Nx: Tensor) -> Tensor:
-        """Map (N, ...) to (B, T, ...), zero on padding."""
-        empty = packed_Nx.new_zeros(self.mask_BT.numel(), *packed_Nx.shape[1:])
-        return empty.index_copy(0, self.index_N, packed_Nx).unflatten(0, self.mask_BT.shape)
+    def unpack(self, packed_Rx: Tensor) -> Tensor:
+        """Map (R, ...) to (B, T, ...), zero on padding; the filling is dropped."""
+        empty = packed_Rx.new_zeros(self.mask_BT.numel(), *packed_Rx.shape[1:])
+        filled = empty.index_copy(0, self.index_R[: self.tokens], packed_Rx[: self.tokens])
+        return filled.unflatten(0, self.mask_BT.shape)
 
 
 def use_packed_attention(net: Any) -> None:
@@ -79,7 +83,7 @@ def packed_attention(
 ) -> tuple[Tensor, None]:
     """Compute attention for transformers; return (B, T, h, d), and None in place of weights.
 
-    With a `packing`, the inputs are one row of N tokens, each of which attends to its own text. Without one, this calls
+    With a `packing`, the inputs are one row of R tokens, each of which attends to its own text. Without one, this calls
     transformers' own function for `scaled_dot_product_attention`.
     """
     if packing is None:
@@ -88,32 +92,32 @@ def packed_attention(
         return sdpa_attention_forward(
             module, query_BhTd, key_BhTd, value_BhTd, attention_mask, dropout=dropout, scaling=scaling, **others
         )
-    query_Nhd, key_Nhd, value_Nhd = (each[0].transpose(0, 1) for each in (query_BhTd, key_BhTd, value_BhTd))
-    if _has_varlen(query_Nhd, dropout):
-        return _attend_varlen(query_Nhd, key_Nhd, value_Nhd, packing, scaling)[None], None
-    return _attend_padded(query_Nhd, key_Nhd, value_Nhd, packing, scaling, dropout)[None], None
+    query_Rhd, key_Rhd, value_Rhd = (each[0].transpose(0, 1) for each in (query_BhTd, key_BhTd, value_BhTd))
+    if _has_varlen(query_Rhd, dropout):
+        return _attend_varlen(query_Rhd, key_Rhd, value_Rhd, packing, scaling)[None], None
+    return _attend_padded(query_Rhd, key_Rhd, value_Rhd, packing, scaling, dropout)[None], None
 
 
-def _has_varlen(query_Nhd: Tensor, dropout: float) -> bool:
-    if not query_Nhd.is_cuda or dropout or query_Nhd.dtype not in _VARLEN_DTYPES:
+def _has_varlen(query_Rhd: Tensor, dropout: float) -> bool:
+    if not query_Rhd.is_cuda or dropout or query_Rhd.dtype not in _VARLEN_DTYPES:
         return False
-    return query_Nhd.shape[2] % 8 == 0 and torch.cuda.get_device_capability(query_Nhd.device) >= _VARLEN_CAPABILITY
+    return query_Rhd.shape[2] % 8 == 0 and torch.cuda.get_device_capability(query_Rhd.device) >= _VARLEN_CAPABILITY
 
 
-def _attend_varlen(query_Nhd: Tensor, key_Nhd: Tensor, value_Nhd: Tensor, packing: Packing, scaling: float) -> Tensor:
+def _attend_varlen(query_Rhd: Tensor, key_Rhd: Tensor, value_Rhd: Tensor, packing: Packing, scaling: float) -> Tensor:
     from torch.nn.attention.varlen import varlen_attn
 
     start, longest = packing.offsets_B1, packing.mask_BT.shape[1]
-    attended = varlen_attn(query_Nhd, key_Nhd, value_Nhd, start, start, longest, longest, scale=scaling)
+    attended = varlen_attn(query_Rhd, key_Rhd, value_Rhd, start, start, longest, longest, scale=scaling)
     assert isinstance(attended, Tensor)  # a pair only if auxiliary outputs are requested
     return attended
 
 
 def _attend_padded(
-    query_Nhd: Tensor, key_Nhd: Tensor, value_Nhd: Tensor, packing: Packing, scaling: float, dropout: float
+    query_Rhd: Tensor, key_Rhd: Tensor, value_Rhd: Tensor, packing: Packing, scaling: float, dropout: float
 ) -> Tensor:
     query_BhTd, key_BhTd, value_BhTd = (
-        packing.unpack(each).transpose(1, 2) for each in (query_Nhd, key_Nhd, value_Nhd)
+        packing.unpack(each).transpose(1, 2) for each in (query_Rhd, key_Rhd, value_Rhd)
     )
     allowed_BT = packing.mask_BT | ~packing.mask_BT.any(dim=1, keepdim=True)  # a text without tokens would give NaN
     attended_BhTd = F.scaled_dot_product_attention(
