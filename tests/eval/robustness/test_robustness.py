@@ -1,6 +1,7 @@
 """Robustness: versions of images, and tests that a model can fail."""
 
 import dataclasses
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +15,7 @@ from helpers.eval_fakes import make_source
 from helpers.fusion_samples import SIDE as FUSION_SIDE, tiny_model, tiny_tokenizer
 from torch import Tensor
 
-from medvl.errors import ConfigError, EvaluationError
+from medvl.errors import ConfigError, EvaluationError, ShardError
 from medvl.eval import LabelPolicy, robustness
 from medvl.eval.core.metric_rows import MetricRow, measure
 from medvl.eval.robustness.assemble import assemble
@@ -54,11 +55,11 @@ class Loader:
     """Loader of any source: squares of one size, in order."""
 
     def __init__(self, source: Any) -> None:
-        self.source, self.skipped = source, dict[str, int]()
+        self.source, self.skipped = source, Counter[str]()
 
     def __iter__(self) -> Iterator[Batch]:
         for start in range(0, len(self.source), 16):
-            rows = range(start, min(start + 16, len(self.source)))
+            rows = self._readable(range(start, min(start + 16, len(self.source))))
             samples = [self.source.sample(row) for row in rows]
             pixels = [cv2.resize(self.source.pixels(row), (SIDE, SIDE)) for row in rows]
             labels = [[sample.labels.get(name, np.nan) for name in self.source.label_names] for sample in samples]
@@ -70,6 +71,16 @@ class Loader:
                 labels_BL=torch.tensor(labels, dtype=torch.float32),
                 texts=["" for _ in samples],
             )
+
+    def _readable(self, rows: range) -> list[int]:
+        readable = []
+        for row in rows:
+            try:
+                self.source.sample(row)
+                readable.append(row)
+            except ShardError:
+                self.skipped["shard_damaged"] += 1
+        return readable
 
 
 class MeanScorer(Scorer):
@@ -190,6 +201,18 @@ def test_a_model_that_reads_passes() -> None:
     assert rows["above_mirror/all"].value == 1
     assert rows["above_other/all"].value == 1
     assert not any("contrast" in name for name in rows)
+
+
+def test_a_damaged_image_is_left_out_with_all_its_versions() -> None:
+    source = patients()
+    source.damaged = {3}
+    scores = score_everything(
+        MeanScorer(), source, Loader, versions=corruption_versions(["blur"]), sites={}, outside={}, seed=0
+    )
+    assert scores.clean.unreadable == {"shard_damaged": 1}
+    assert scores.of_versions["findings"].shape == (39, 5, 2)
+    assert scores.made_up["inverted"].shape == (39,)
+    assert len(assemble(scores, LabelPolicy(), 5, None).patients) == 39
 
 
 def test_always_preferring_the_statement_is_chance() -> None:
