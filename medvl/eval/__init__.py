@@ -58,7 +58,7 @@ if TYPE_CHECKING:
     from medvl.eval.grounding.metrics import MapRules as MapRules
     from medvl.eval.grounding.page import write_grounding_page as write_grounding_page
     from medvl.eval.html.page import write_page as write_page
-    from medvl.eval.masked_prediction.evaluate import masked_prediction as masked_prediction
+    from medvl.eval.masked_prediction.evaluate import evaluate_masked_prediction as evaluate_masked_prediction
     from medvl.eval.masked_prediction.page import write_masked_prediction_page as write_masked_prediction_page
     from medvl.eval.matching.evaluate import image_text_matching as image_text_matching
     from medvl.eval.matching.page import write_matching_page as write_matching_page
@@ -89,7 +89,10 @@ if TYPE_CHECKING:
     )
     from medvl.eval.retrieval.image_text_page import write_retrieval_page as write_retrieval_page
     from medvl.eval.retrieval.rerank import ShortlistModel as ShortlistModel, reranked_retrieval as reranked_retrieval
-    from medvl.eval.robustness.evaluate import RobustnessSettings as RobustnessSettings, robustness as robustness
+    from medvl.eval.robustness.evaluate import (
+        RobustnessSettings as RobustnessSettings,
+        evaluate_robustness as evaluate_robustness,
+    )
     from medvl.eval.robustness.page import write_robustness_page as write_robustness_page
     from medvl.eval.text_tasks.blurb_score import blurb_score as blurb_score
     from medvl.eval.text_tasks.evaluate import (

@@ -23,7 +23,7 @@ def masked_prediction(
         examples: wrong words of each kind on the page; 0 for a page without sentences.
     """
     from medvl.eval.core.open import load_model, open_source, unsupported_model
-    from medvl.eval.masked_prediction.evaluate import masked_prediction as evaluate
+    from medvl.eval.masked_prediction.evaluate import evaluate_masked_prediction
     from medvl.eval.masked_prediction.page import write_masked_prediction_page
     from medvl.models.language.base import LanguageModel
 
@@ -31,7 +31,7 @@ def masked_prediction(
     if not isinstance(model, LanguageModel):
         raise unsupported_model(shared.checkpoint, model, "give a language model with a head for masked words")
     source = open_source(shared.data, [shared.checkpoint])
-    result = evaluate(
+    result = evaluate_masked_prediction(
         model,
         source,
         sections=sections,

@@ -36,7 +36,7 @@ def robustness(
         seed: seed of the corruptions and of the intervals.
     """
     from medvl.eval.core.open import open_source
-    from medvl.eval.robustness.evaluate import RobustnessSettings, robustness as evaluate
+    from medvl.eval.robustness.evaluate import RobustnessSettings, evaluate_robustness
     from medvl.eval.robustness.page import write_robustness_page
     from medvl.eval.zero_shot_classification.prompts import load_prompts
     from medvl.models import System
@@ -44,7 +44,7 @@ def robustness(
     sets = [load_prompts(name) for name in prompts]
     kind: type[System] = System
     model, source, read = open_evaluation(shared, kind, _ADVICE, text=True)
-    result = evaluate(
+    result = evaluate_robustness(
         model,
         source,
         read,

@@ -63,7 +63,7 @@ class MaskedPredictionResult:
             yield {"patient": patient, "kind": word.kind, "word": word.word, "filled": filled, **right}
 
 
-def masked_prediction(
+def evaluate_masked_prediction(
     model: LanguageModel,
     source: Source,
     *,

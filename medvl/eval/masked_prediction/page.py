@@ -31,7 +31,7 @@ def write_masked_prediction_page(
     """Write the page as one HTML file and return its path.
 
     Args:
-        result: result of `masked_prediction`.
+        result: result of `evaluate_masked_prediction`.
         path: path of the file; its folder is created if missing.
         model, data: display names for the header.
         date: display date; None for none.

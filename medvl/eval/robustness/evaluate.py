@@ -25,7 +25,8 @@ texts compared with images (a dual-encoder by similarity, a fusion-encoder by th
   or denial. 0.5: the model is as confident about them; below 0.5: more.
 * Intervals: patients are resampled with all their images, in all tests together.
 
-Every image and version of an image is encoded once, every text once.
+Every image and version of an image is encoded once, every text once. A model that reads precomputed regions in place of
+pixels has no corruptions and no made-up images.
 
 Shape letters: N images of the data, T items (images of the data, the sites, and other images), L findings, V versions.
 """
@@ -37,8 +38,7 @@ from typing import Any
 
 import torch
 
-from medvl.data.loading.sources import Source, region_manifest_of
-from medvl.errors import ConfigError
+from medvl.data.loading.sources import Source
 from medvl.eval.classification.label_policy import LabelPolicy
 from medvl.eval.core.metric_rows import measure
 from medvl.eval.core.metrics import ECE_BINS
@@ -96,7 +96,7 @@ class RobustnessResult:
             yield {"key": sample.key, "patient": sample.patient, **line}
 
 
-def robustness(
+def evaluate_robustness(
     model: System,
     source: Source,
     open_loader: OpenLoader,
@@ -122,14 +122,11 @@ def robustness(
         checkpoint: directory or file whose hash is recorded in the results.
 
     Raises:
-        ConfigError: the model scores neither findings nor pairs, or reads regions in place of pixels.
+        ConfigError: the model scores neither findings nor pairs.
         EvaluationError: the data has neither labels of the model's findings nor texts, images are missing, or scores
             are not finite.
     """
     settings, sites, outside = settings or RobustnessSettings(), sites or {}, outside or {}
-    if region_manifest_of(source) is not None:
-        message = f"{model.name} reads precomputed regions; corruptions of pixels do not reach it"
-        raise ConfigError(message, "unsupported", field="checkpoint")
     versions = corruption_versions(settings.corruptions)
     sets = [one if isinstance(one, PromptSet) else load_prompts(one) for one in prompts]
     with evaluating(model):

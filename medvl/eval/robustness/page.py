@@ -37,7 +37,7 @@ def write_robustness_page(
     """Write the page as one HTML file and return its path.
 
     Args:
-        result: result of `robustness`.
+        result: result of `evaluate_robustness`.
         path: path of the file; its folder is created if missing.
         model, data: display names for the header.
         date: display date; None for none.
@@ -51,7 +51,7 @@ def write_robustness_page(
     sections += [
         table for make in (_prompts, _findings, _subgroups, _others) if (table := make(rows, result)) is not None
     ]
-    if pixels is not None:
+    if pixels is not None and "corruptions" not in details["left_out"]:
         sections += _pictures(result, pixels, examples)
     left_out = [(f"Without {name}", reason) for name, reason in details["left_out"].items()]
     page = Page(

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from medvl.data.loading.sources import Source
+from medvl.data.loading.sources import Source, region_manifest_of
 from medvl.data.transforms.text import WholeText
 from medvl.errors import EvaluationError
 from medvl.eval.core.full_pass import FullPass, column, samples_by_key
@@ -153,6 +153,8 @@ def score_everything(
     Raises EvaluationError if the data has neither findings of the model nor texts to compare, or as `score_images`.
     """
     left_out, texts = {}, None
+    if region_manifest_of(source) is not None:
+        left_out["corruptions"], versions = "the model reads precomputed regions in place of pixels", ()
     if scorer.compares_texts:
         try:
             items, texts = own_texts(source)
@@ -173,17 +175,22 @@ def score_everything(
     wanted += ["statements"] if set(scorer.statements) & set(source.label_names) else []
     wanted += ["texts"] if texts is not None else []
     clean = score_images(scorer, open_loader(source), wanted, texts)
-    changed = VersionSource(source, versions, seed, texts=scorer.reads_text)
-    made_up = VersionSource(source, [Version(name) for name in MADE_UP], seed, texts=scorer.reads_text)
     corrupted = [*findings, *(["own_and_other"] if texts is not None else [])]
-    confidence_NV = score_versions(scorer, open_loader(made_up), clean.keys, ["confidence"])["confidence"]
+
+    def versions_of(chosen: Sequence[Version], values: Sequence[str]) -> dict[str, Array]:
+        if not chosen or "corruptions" in left_out:
+            return {}
+        loader = open_loader(VersionSource(source, chosen, seed, texts=scorer.reads_text))
+        return score_versions(scorer, loader, clean.keys, values, texts)
+
+    confidence_NV = versions_of([Version(name) for name in MADE_UP], ["confidence"]).get("confidence")
     return Scores(
         scorer=scorer,
         label_names=tuple(source.label_names),
         clean=clean,
         versions=tuple(versions),
-        of_versions=score_versions(scorer, open_loader(changed), clean.keys, corrupted, texts) if versions else {},
-        made_up=dict(zip(MADE_UP, confidence_NV.T, strict=True)),
+        of_versions=versions_of(versions, corrupted),
+        made_up={} if confidence_NV is None else dict(zip(MADE_UP, confidence_NV.T, strict=True)),
         outside={name: score_images(scorer, open_loader(one), ["confidence"]) for name, one in outside.items()},
         sites={
             name: (tuple(one.label_names), score_images(scorer, open_loader(one), ["findings"]))

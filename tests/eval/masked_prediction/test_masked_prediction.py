@@ -15,7 +15,7 @@ from medvl.cli import main as cli
 from medvl.common.seeding import seeded
 from medvl.data.tokenizer.tokenizer import Tokenizer, train_wordpiece
 from medvl.errors import ConfigError, EvaluationError
-from medvl.eval import masked_prediction, write_masked_prediction_page
+from medvl.eval import evaluate_masked_prediction, write_masked_prediction_page
 from medvl.eval.masked_prediction.words import hidden_words
 from medvl.models import create_model
 from medvl.models.checkpoint import save
@@ -98,7 +98,7 @@ def test_the_true_words_are_right_and_a_constant_is_at_its_share(model: Any) -> 
     source = reports()
     texts = hidden_words(source.samples, ("findings",)).texts
     knows: Any = Answers(model.tokenizer, texts)
-    rows = masked_prediction(knows, source, resamples=20).results
+    rows = evaluate_masked_prediction(knows, source, resamples=20).results
     assert rows.row("accuracy@1", "overall").value == rows.row("accuracy@1", "macro").value == 1
     assert rows.row("accuracy@1", "side").n == 3
     assert rows.row("floor@1", "side").value == pytest.approx(2 / 3)  # left, right, left
@@ -106,7 +106,7 @@ def test_the_true_words_are_right_and_a_constant_is_at_its_share(model: Any) -> 
     assert rows.row("gain@1", "side").value == pytest.approx(1 / 3)
     assert rows.details["left_out"] == 0
     constant: Any = Answers(model.tokenizer, texts, "left")
-    rows = masked_prediction(constant, source, resamples=20).results
+    rows = evaluate_masked_prediction(constant, source, resamples=20).results
     assert rows.row("accuracy@1", "side").value == rows.row("floor@1", "side").value == pytest.approx(2 / 3)
     assert rows.row("gain@1", "side").value == 0
     assert rows.row("accuracy@1", "negation").value == 0
@@ -116,27 +116,27 @@ def test_words_of_several_pieces_need_all_of_them() -> None:
     pieces = train_wordpiece(["pneumothorax no"] * 3, vocab_size=24, min_frequency=1)
     source = reports(("No pneumothorax.",))
     scorer: Any = Answers(pieces, ("No pneumothorax.",))
-    result = masked_prediction(scorer, source, resamples=0)
+    result = evaluate_masked_prediction(scorer, source, resamples=0)
     assert result.results.details["of_several_pieces"] >= 1
     assert result.right_NK.all()
     assert "pneumothorax" in [filled.replace(" ", "") for filled in result.filled]
     scorer.constant = "n"
-    result = masked_prediction(scorer, source, resamples=0)
+    result = evaluate_masked_prediction(scorer, source, resamples=0)
     by_kind = {word.kind: right for word, right in zip(result.words, result.right_NK[:, 0].tolist(), strict=True)}
     assert by_kind["finding"] == 0
 
 
 def test_what_cannot_be_evaluated_is_refused(model: Any) -> None:
     with raises(EvaluationError, "empty", "data"):
-        masked_prediction(model, reports(("The lungs are clear.",)))
+        evaluate_masked_prediction(model, reports(("The lungs are clear.",)))
     bare: Any = type("Bare", (), {"tokenizer": None, "name": "bare"})
     with raises(ConfigError, "missing", "tokenizer"):
-        masked_prediction(bare, reports())
+        evaluate_masked_prediction(bare, reports())
 
 
 def test_page_shows_sentences_only_if_asked(model: Any, tmp_path: Path) -> None:
-    result = masked_prediction(model, reports(), resamples=20, batch=3)
-    again = masked_prediction(model, reports(), resamples=20, batch=50)
+    result = evaluate_masked_prediction(model, reports(), resamples=20, batch=3)
+    again = evaluate_masked_prediction(model, reports(), resamples=20, batch=50)
     assert [row.value for row in result.results.rows] == [row.value for row in again.results.rows]
     page = write_masked_prediction_page(result, tmp_path / "a.html", model="m", data="d").read_text()
     assert "____" in page

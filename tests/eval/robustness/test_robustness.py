@@ -3,6 +3,7 @@
 import dataclasses
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,7 +17,7 @@ from helpers.fusion_samples import SIDE as FUSION_SIDE, tiny_model, tiny_tokeniz
 from torch import Tensor
 
 from medvl.errors import ConfigError, EvaluationError, ShardError
-from medvl.eval import LabelPolicy, robustness
+from medvl.eval import LabelPolicy, RobustnessSettings, evaluate_robustness, write_robustness_page
 from medvl.eval.core.metric_rows import MetricRow, measure
 from medvl.eval.robustness.assemble import assemble
 from medvl.eval.robustness.image_versions import CORRUPTIONS, MADE_UP, Version, VersionSource, corruption_versions
@@ -215,6 +216,17 @@ def test_a_damaged_image_is_left_out_with_all_its_versions() -> None:
     assert len(assemble(scores, LabelPolicy(), 5, None).patients) == 39
 
 
+def test_a_model_of_regions_has_the_tests_of_texts() -> None:
+    source = patients()
+    source.region_manifest = object()
+    versions = corruption_versions(["blur"])
+    scores = score_everything(ReadingScorer(), source, Loader, versions=versions, sites={}, outside={}, seed=0)
+    assert scores.left_out.keys() == {"corruptions"}
+    rows = [row.name for group in assemble(scores, LabelPolicy(), 5, None).groups for row in group.rows]
+    assert {"negation/macro", "above_mirror/all", "confidence/all (clean)"} <= set(rows)
+    assert not any("blur" in name or "inverted" in name for name in rows)
+
+
 def test_always_preferring_the_statement_is_chance() -> None:
     class Yes(MeanScorer):
         def statement_scores(self, images: Tensor) -> Tensor:
@@ -273,6 +285,21 @@ def test_scores_are_those_of_each_pair_alone(name: str) -> None:
             make_scorer(model, [load_prompts("gloria_all")], COMPETITION_FINDINGS, None)
 
 
+def test_a_fusion_encoder_has_a_page(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    source = patients(12)
+    settings = RobustnessSettings(corruptions=("blur",), resamples=10, smallest_subgroup=2)
+    result = evaluate_robustness(tiny_model("m3ae", tiny_tokenizer()), source, Loader, settings=settings)
+    names = {row.name for row in result.results.rows}
+    assert {"negation/macro", "above_other_change/all (blur 5)", "ood_auroc/all (inverted)"} <= names
+    assert not any(name.startswith("auroc/") for name in names)
+    page = write_robustness_page(result, tmp_path / "a.html", model="m", data="d", pixels=source.pixels).read_text()
+    assert "log-odds of a match" in page
+    assert "Versions of an image" in page
+    assert "macro" in result.table()
+    assert set(next(result.predictions())) == {"key", "patient", "confidence", "statements", "texts"}
+
+
 def test_sentences_and_their_denials() -> None:
     assert STATEMENTS["Edema"] == ("There is pulmonary edema.", "There is no pulmonary edema.")
     assert statements(["CT", "No Finding"]) == {"CT": ("There is ct.", "There is no ct.")}
@@ -286,11 +313,7 @@ def test_sentences_and_their_denials() -> None:
 def test_what_cannot_be_tested_is_refused() -> None:
     segmenter: Any = SimpleNamespace(name="segmenter", modules=lambda: iter(()))
     with raises(ConfigError, "unsupported", "checkpoint"):
-        robustness(segmenter, patients(4), Loader)
-    regions = patients(4)
-    regions.region_manifest = object()
-    with raises(ConfigError, "unsupported", "checkpoint"):
-        robustness(segmenter, regions, Loader)
+        evaluate_robustness(segmenter, patients(4), Loader)
     with raises(EvaluationError, "unknown_name", "corruptions"):
         corruption_versions(["rain"])
     bare = patients(4)
