@@ -145,6 +145,16 @@ def _answers(lines: Sequence[Line], results: Results) -> list[MetricGroup]:
     return [mean_metrics("accuracy", credit_N1, ["overall"])]
 
 
+def _hidden_words(lines: Sequence[Line], results: Results) -> list[MetricGroup]:
+    """Return the accuracy of masked prediction, of all words and by kind."""
+    kinds = [line["kind"] for line in lines]
+    names = [field for field in lines[0] if field.startswith("right@")]
+    columns = {name: np.array([_number(line[name]) for line in lines]) for name in names}
+    return [
+        label_mean_metrics(name.replace("right", "accuracy"), column_N, kinds) for name, column_N in columns.items()
+    ]
+
+
 def _number(value: float | None) -> float:
     return math.nan if value is None else float(value)
 
@@ -157,6 +167,7 @@ _READERS = {
     "grounding": _Reader(("key", "phrase"), "patient", _grounding),
     "image_text_retrieval": _RANKS,
     "image_text_retrieval_reranked": _RANKS,
+    "masked_prediction": _Reader(("item",), "patient", _hidden_words),
     "vqa": _Reader(("id",), "patient", _answers),
 }
 """Protocol -> reader of its lines."""

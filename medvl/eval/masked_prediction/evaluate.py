@@ -56,11 +56,12 @@ class MaskedPredictionResult:
     """Whether the word is within the first k, for the k of `KS`."""
 
     def predictions(self) -> Iterator[dict[str, Any]]:
-        """Yield kind, word, the model's word and the patient of each item; sentences are left out."""
+        """Yield item, patient, kind, word and the model's word of each hidden word; sentences are left out."""
         for word, filled, right_K in zip(self.words, self.filled, self.right_NK.tolist(), strict=True):
             patient = self.sentences.patients[word.sentence]
             right = {f"right@{k}": bool(value) for k, value in zip(KS, right_K, strict=True)}
-            yield {"patient": patient, "kind": word.kind, "word": word.word, "filled": filled, **right}
+            item = f"{word.sentence}:{word.start}"
+            yield {"item": item, "patient": patient, "kind": word.kind, "word": word.word, "filled": filled, **right}
 
 
 def evaluate_masked_prediction(

@@ -15,7 +15,8 @@ from medvl.cli import main as cli
 from medvl.common.seeding import seeded
 from medvl.data.tokenizer.tokenizer import Tokenizer, train_wordpiece
 from medvl.errors import ConfigError, EvaluationError
-from medvl.eval import evaluate_masked_prediction, write_masked_prediction_page
+from medvl.eval import evaluate_masked_prediction, write_masked_prediction_page, write_results
+from medvl.eval.compare.compare import compare, find_runs
 from medvl.eval.masked_prediction.words import hidden_words
 from medvl.models import create_model
 from medvl.models.checkpoint import save
@@ -110,6 +111,18 @@ def test_the_true_words_are_right_and_a_constant_is_at_its_share(model: Any) -> 
     assert rows.row("accuracy@1", "side").value == rows.row("floor@1", "side").value == pytest.approx(2 / 3)
     assert rows.row("gain@1", "side").value == 0
     assert rows.row("accuracy@1", "negation").value == 0
+
+
+def test_two_models_are_compared_word_by_word(model: Any, tmp_path: Path) -> None:
+    texts = hidden_words(reports().samples, ("findings",)).texts
+    for name, constant in (("constant", "left"), ("knows", None)):
+        scorer: Any = Answers(model.tokenizer, texts, constant)
+        result = evaluate_masked_prediction(scorer, reports(), resamples=20)
+        write_results(result.results, tmp_path / name, result.predictions())
+    runs = find_runs([tmp_path / "constant", tmp_path / "knows"])
+    comparison = compare(runs["masked_prediction"], resamples=20)
+    difference = comparison.differences[0]["accuracy@1/side"]
+    assert difference.value == pytest.approx(1 / 3)
 
 
 def test_words_of_several_pieces_need_all_of_them() -> None:
