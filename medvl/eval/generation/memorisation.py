@@ -124,17 +124,23 @@ def memorisation_rows(images: ImageSet, found: Memorisation, resampling: Resampl
 def describe_copies(rows: Sequence[MetricRow]) -> list[str]:
     """Return a sentence on each set of which more images are too near to a training image than of real test images.
 
-    The lower end of the interval of the share is above the 1 % of real images.
+    The lower end of the interval of the share is above the 1 % of real images. Where this holds of no relative
+    distance, the sentence names the other cause: blurred images are near to many training images.
     """
-    found: dict[str, list[str]] = {}
+    found: dict[str, list[MetricRow]] = {}
     for row in rows:
         if row.metric == "too_near" and row.low > QUANTILE:
-            found.setdefault(row.subgroup, []).append(f"{row.target} {format_value(row)}")
-    return [
-        f"Memorisation, {name}: more images are near to a training image than of real ones, where it is {QUANTILE}: "
-        f"{', '.join(spaces)}."
-        for name, spaces in found.items()
-    ]
+            found.setdefault(row.subgroup, []).append(row)
+    sentences = []
+    for name, near in found.items():
+        sure = any(row.target.endswith("relative") for row in near)
+        shares = ", ".join(f"{row.target} {format_value(row)}" for row in near)
+        doubt = ", but not by relative distances: blurred images, or copies of images that occur several times"
+        sentences.append(
+            f"{'Memorisation' if sure else 'Near to training images'}, {name}: {shares}, where real images have "
+            f"{QUANTILE}{'' if sure else doubt}."
+        )
+    return sentences
 
 
 def real_distance_rows(real: ImageSet, found: Memorisation, resampling: Resampling) -> tuple[MetricRow, ...]:

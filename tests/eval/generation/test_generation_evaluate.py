@@ -25,7 +25,7 @@ from medvl.data.shards.source import ShardSource
 from medvl.data.tokenizer.tokenizer import train_wordpiece
 from medvl.data.transforms.image import EvalTransform
 from medvl.errors import ConfigError, EvaluationError, SplitError
-from medvl.eval import read_results
+from medvl.eval import MetricRow, read_results
 from medvl.eval.generation.evaluate import GenerationModels, GenerationOptions, evaluate_generation
 from medvl.eval.generation.fidelity import FidelityOptions
 from medvl.eval.generation.findings import Resampling
@@ -126,6 +126,15 @@ def test_copies_of_any_training_image_are_caught(result):
     assert result.results.details["nearest"]["pixels"]["guidance 5"] < 0.01
     assert [text.split(":")[0] for text in describe_copies(result.results.rows)] == ["Memorisation, guidance 5"]
     assert "Memorisation, guidance 5" in result.table()
+
+
+def test_blurred_images_are_not_called_copies():
+    """They are near to many training images, so that only the plain distance is below that of real images."""
+    blurred = MetricRow(metric="too_near", target="pixels", subgroup="guidance 2", value=0.04, low=0.02, high=0.06)
+    assert describe_copies([blurred])[0].startswith("Near to training images, guidance 2")
+    relative = dataclasses.replace(blurred, target="pixels, relative")
+    assert describe_copies([blurred, relative])[0].startswith("Memorisation, guidance 2")
+    assert describe_copies([dataclasses.replace(blurred, low=0.009)]) == []
 
 
 def test_use_is_measured_on_real_patients(result):
