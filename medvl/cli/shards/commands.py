@@ -13,6 +13,8 @@ COMMANDS: dict[str, Callable[..., Any]] = {
     "melinda": masks.melinda,
     "openi": corpora.openi,
     "r2gen-annotation": corpora.r2gen_annotation,
+    "medvill-jsonl": corpora.medvill_jsonl,
+    "m3ae-arrow": corpora.m3ae_arrow,
     "padchest": corpora.padchest,
     "vqa-rad": vqa.vqa_rad,
     "slake": vqa.slake,

@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+import shutil
 import sys
 from collections import Counter
 from collections.abc import Mapping
@@ -162,6 +163,59 @@ def r2gen_annotation(
     from medvl.data.corpora.reports import r2gen_annotation as corpus
 
     return convert_corpus(corpus, root, run, options, images=images)
+
+
+def medvill_jsonl(
+    root: Path,
+    run: Flat[ShardRun],
+    options: Flat[ShardOptions],
+    *,
+    source: Literal["openi", "mimic"] = "openi",
+    images: Path | None = None,
+    patients: Path | None = None,
+) -> str:
+    """Convert MedViLL's preparation of Open-i or MIMIC-CXR (JSON lines), with its split.
+
+    Args:
+        root: folder with Train.jsonl, Valid.jsonl, Test.jsonl, or some of them.
+        run: output folder, budget, workers.
+        options: storage format of the images.
+        source: corpus that the files were made from.
+        images: folder that image paths are relative to; default root.
+        patients: mimic-cxr-2.0.0-split.csv(.gz), which names the patients of MIMIC-CXR.
+    """
+    from medvl.data.corpora.reports import medvill_jsonl as corpus
+
+    return convert_corpus(corpus, root, run, options, source=source, images=images, patients=patients)
+
+
+def m3ae_arrow(
+    root: Path,
+    run: Flat[ShardRun],
+    options: Flat[ShardOptions],
+    *,
+    splits: Literal["official", "repaired", "by-article"] = "official",
+) -> str:
+    """Convert M3AE's preparation of ROCO, MedICaT or MIMIC-CXR (Arrow files), with its split.
+
+    The images are unpacked into the private folder first, and removed from it at the end.
+
+    Args:
+        root: folder with NAME_train.arrow, NAME_val.arrow, NAME_test.arrow.
+        run: output folder, budget, workers.
+        options: storage format of the images.
+        splits: rule for articles in several splits: official refuses them, repaired keeps each in one split, by-article
+            splits anew.
+    """
+    from medvl.data.convert.private_folder import PrivateFolder
+    from medvl.data.corpora.figures import m3ae_arrow as corpus
+
+    deid = deidentifier(run.salt_file, new_salt=run.new_salt)
+    unpacked = PrivateFolder(run.local_out).path / "images"
+    plan = corpus.plan(root, deid, unpacked, splits=splits, follow_links=options.follow_links)
+    lines = convert(plan, deid, run, options)
+    shutil.rmtree(unpacked)
+    return lines
 
 
 def table(

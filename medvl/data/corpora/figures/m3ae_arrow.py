@@ -1,0 +1,119 @@
+"""M3AE's preparations of ROCO, MedICaT and MIMIC-CXR: Arrow files with images and texts. Data card:
+`data_cards/m3ae-arrow.md`.
+
+The images are unpacked under hashed names first, because the conversion reads files.
+"""
+
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from medvl.common.files import write_atomic
+from medvl.common.untrusted import InputFolders
+from medvl.data.corpora.common.figures import SplitRule, apply_split_rule, figure_sections
+from medvl.data.corpora.common.record_file import Records
+from medvl.data.corpora.common.tables import Plan, Record, check_columns, malformed
+from medvl.data.privacy.deidentify import Deidentifier
+from medvl.errors import CorpusError
+from medvl.schema import Sample
+
+NAME = "m3ae-arrow"
+_SPLITS = {"train": "train", "val": "validate", "test": "test"}
+_FILE = re.compile(r"[\w-]{1,80}_(train|val|test)\.arrow")
+_COLUMNS = ("image", "caption", "image_id")
+_MIMIC = re.compile(r"p(\d{8})/s(\d{8})/")
+_ARTICLE = re.compile(r"PMC\d+|(?<![0-9a-f])[0-9a-f]{40}(?![0-9a-f])")
+"""Article of a path: ROCO's, or the hash of a PDF in MedICaT."""
+
+
+def plan(
+    root: Path, deid: Deidentifier, unpacked: Path, *, splits: SplitRule = "official", follow_links: bool = False
+) -> Plan:
+    """Unpack the images of all Arrow files in a folder, and plan their samples: one for each image, with all its texts.
+
+    Args:
+        root: folder with files such as `medicat_train.arrow`, `roco_val.arrow`, `mimic_cxr_test.arrow`.
+        deid: hashes articles or patients, studies and images.
+        unpacked: folder that the images are unpacked into; images that are there are kept.
+        splits: rule for articles and patients in several splits; see `apply_split_rule`.
+        follow_links: also read files that links outside of the folder lead to, as in trees of git-annex.
+
+    Raises CorpusError when there is no such file, or one is damaged or has other columns; SplitError when `splits` is
+    "official" and an article or patient is in two splits.
+    """
+    root, allowed = Path(root), InputFolders.of(root, follow_links=follow_links)
+    files = {path: found for path in sorted(root.glob("*.arrow")) if (found := _FILE.fullmatch(path.name))}
+    if not files:
+        raise CorpusError(f"{root} has no file NAME_train.arrow, NAME_val.arrow or NAME_test.arrow", "not_found")
+    unpacked.mkdir(parents=True, exist_ok=True, mode=0o700)
+    warnings, records = Counter[str](), Records()
+    for path, found in files.items():
+        for number, row in _rows(path, allowed):
+            sample = _sample(row, f"{path}, row {number}", _SPLITS[found[1]], unpacked, deid, warnings)
+            records.append(Record(sample))
+    unchecked = Plan(NAME, records, (), Counter(), +warnings, InputFolders.of(unpacked))
+    return apply_split_rule(unchecked, splits, tuple(_SPLITS.values()))
+
+
+def _rows(path: Path, allowed: InputFolders) -> Iterator[tuple[int, Mapping[str, Any]]]:
+    """Yield (row number, counted from 1; row) of a file, which is not read into memory as a whole."""
+    import pyarrow
+
+    allowed.open(path, CorpusError).close()  # a regular file in the folder
+    try:
+        with pyarrow.memory_map(str(path)) as mapped:
+            file, number = pyarrow.ipc.open_file(mapped), 0
+            if "questions" in file.schema.names:
+                message = f"{path} has questions; convert the original: medvl shards vqa-rad, slake or vqa-med"
+                raise CorpusError(message, "unsupported")
+            check_columns(path, file.schema.names, _COLUMNS)
+            for index in range(file.num_record_batches):
+                batch = file.get_batch(index).select(list(_COLUMNS))
+                batch.validate(full=True)
+                for position in range(batch.num_rows):
+                    number += 1
+                    yield number, batch.slice(position, 1).to_pylist()[0]
+    except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
+        raise malformed(path, f"it cannot be read as an Arrow file ({type(error).__name__})") from error
+
+
+def _sample(
+    row: Mapping[str, Any], where: str, split: str, unpacked: Path, deid: Deidentifier, warnings: Counter[str]
+) -> Sample:
+    image, texts, name = row["image"], row["caption"], row["image_id"]
+    if not isinstance(image, bytes) or not isinstance(name, str) or not isinstance(texts, list):
+        raise malformed(where, "expected bytes as image, a list of texts as caption and a text as image_id")
+    if not all(isinstance(text, str) for text in texts):
+        raise malformed(where, "expected texts", "caption")
+    key = deid.image(name)
+    path = unpacked / key
+    if not path.is_file() or path.stat().st_size != len(image):
+        write_atomic(path, image)
+    patient, study, report = _group(name, warnings)
+    if report:
+        text = " ".join(" ".join(texts).split())
+        sections = {"findings": text} if text else {}
+        warnings["empty_report"] += not text
+    else:
+        sections = figure_sections(texts[0] if texts else None, texts[1:], warnings)
+    return Sample(
+        key=key,
+        corpus=NAME,
+        split=split,
+        patient=deid.patient(patient),
+        study=deid.study(patient, study),
+        image=path,
+        sections=sections,
+    )
+
+
+def _group(name: str, warnings: Counter[str]) -> tuple[str, str, bool]:
+    """Return patient or article, study or figure, and whether the texts are parts of a report, from an image's path."""
+    study = _MIMIC.search(name)
+    if study:
+        return study[1], study[2], True
+    article = _ARTICLE.search(Path(name).name)
+    warnings["no_article"] += article is None
+    return (article[0] if article else name), name, False

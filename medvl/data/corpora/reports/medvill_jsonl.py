@@ -1,0 +1,111 @@
+"""MedViLL's preparations of Open-i and MIMIC-CXR: `Train.jsonl`, `Valid.jsonl`, `Test.jsonl` and their images.
+
+Data card: `data_cards/medvill-jsonl.md`.
+"""
+
+import os
+import re
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from medvl.common.untrusted import InputFolders
+from medvl.data.corpora.common.record_file import Records
+from medvl.data.corpora.common.tables import Plan, Record, check_choice, malformed, read_json_lines, read_table
+from medvl.data.privacy.deidentify import Deidentifier
+from medvl.errors import ConfigError, CorpusError
+from medvl.schema import Sample
+
+NAME = "medvill-jsonl"
+Source = Literal["openi", "mimic"]
+_SPLITS = {"Train.jsonl": "train", "Valid.jsonl": "validate", "Test.jsonl": "test"}
+_FIELDS = ("id", "label", "text", "img")
+_ID = re.compile(r"[\w.-]{1,80}")
+_LABEL = re.compile(r"'([^']{1,60})'")
+
+
+def plan(
+    root: Path,
+    deid: Deidentifier,
+    *,
+    source: Source = "openi",
+    images: Path | None = None,
+    patients: Path | None = None,
+    follow_links: bool = False,
+) -> Plan:
+    """Plan the samples of MedViLL's files: one for each line, with the report of its image; no image is opened.
+
+    Args:
+        root: folder with at least one of the three files.
+        deid: hashes patients, studies and images.
+        source: corpus that the files were made from.
+        images: folder that the paths of `img` are relative to; default `root`.
+        patients: MIMIC-CXR-JPG's table of splits, which names the patient of an image or study. Without it, every line
+            of MIMIC-CXR is a patient of its own, and patients that two splits share are not noticed.
+        follow_links: also read files that links outside of the folders lead to, as in trees of git-annex.
+
+    Raises CorpusError when there is no file, or one is damaged or has a line of another form; ConfigError when
+    `patients` is given for Open-i.
+    """
+    check_choice(source, get_args(Source), "source")
+    if patients is not None and source != "mimic":
+        raise ConfigError("patients applies to source=mimic", "conflict", field="patients")
+    root, home = Path(root), Path(os.path.realpath(root if images is None else images))
+    allowed = InputFolders.of(root, home, *([patients.parent] if patients else []), follow_links=follow_links)
+    known = {} if patients is None else _patients(patients, allowed)
+    warnings, records = Counter[str](), Records()
+    for name, split in _SPLITS.items():
+        path = root / name
+        if not path.is_file():
+            continue
+        for number, row in read_json_lines(path, _FIELDS, allowed):
+            where = f"{path}, row {number}"
+            records.append(Record(_sample(row, where, split, source, home, known, deid, warnings)))
+    if not records:
+        raise CorpusError(f"{root} has no line in {', '.join(_SPLITS)}: see the data card", "not_found")
+    return Plan(NAME, records, (), Counter(), +warnings, allowed)
+
+
+def _sample(
+    row: Mapping[str, Any],
+    where: str,
+    split: str,
+    source: Source,
+    images: Path,
+    known: Mapping[str, tuple[str, str]],
+    deid: Deidentifier,
+    warnings: Counter[str],
+) -> Sample:
+    if not all(isinstance(row[name], str) for name in _FIELDS) or not _ID.fullmatch(row["id"]):
+        raise malformed(where, "expected texts as id, label, text and img")
+    image = Path(os.path.normpath(images / row["img"]))
+    if not image.is_relative_to(images):
+        raise malformed(where, "img leads out of the folder of images", "img")
+    if source == "openi":  # ids are the numbers of Open-i's reports
+        patient = study = row["id"] if row["id"].startswith("CXR") else f"CXR{row['id']}"
+    elif row["id"] in known:
+        patient, study = known[row["id"]]
+    else:
+        patient = study = row["id"]
+        warnings["patient_unknown"] += 1
+    text = " ".join(row["text"].split())
+    warnings["empty_report"] += not text
+    return Sample(
+        key=deid.image(f"{source} {row['id']} {row['img']}"),
+        corpus=NAME,
+        split=split,
+        patient=deid.patient(patient),
+        study=deid.study(patient, study),
+        image=image,
+        sections={"findings": text} if text else {},
+        extra={"medvill_labels": _LABEL.findall(row["label"])},
+    )
+
+
+def _patients(path: Path, allowed: InputFolders) -> dict[str, tuple[str, str]]:
+    """Return (patient, study) by the id of an image and by the id of a study."""
+    known = {}
+    for row in read_table(path, ("dicom_id", "study_id", "subject_id"), allowed):
+        known[row["dicom_id"]] = known[row["study_id"]] = (row["subject_id"], row["study_id"])
+    return known
