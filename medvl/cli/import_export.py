@@ -14,6 +14,7 @@ _EXPORTERS = {
     "open_clip": ("medvl.export.exporters.open_clip", "export_open_clip"),
     "huggingface": ("medvl.export.exporters.hugging_face", "export_hugging_face"),
     "onnx": ("medvl.export.exporters.onnx", "export_onnx"),
+    "published": ("medvl.export.exporters.published", "export_published"),
 }
 
 _FORMATS = {
@@ -21,6 +22,7 @@ _FORMATS = {
     "medvl.export.load_encoder; heads of ConVIRT, CLIP, CheXzero and SigLIP, with a loader for zero-shot scores",
     "open_clip": "CLIP, CheXzero and SigLIP, complete, with encoders that open_clip builds",
     "onnx": "every system: both encoders, with the heads of dual-encoders; needs medvl[onnx]",
+    "published": "BioViL and BioViL-T, complete, as the two files of their authors' code",
 }
 
 
@@ -91,11 +93,11 @@ def _import_stable_diffusion(folder: Path, out: Path) -> str:
 def export_checkpoint(
     checkpoint: tyro.conf.Positional[Path | None] = None,
     *,
-    to: Literal["open_clip", "huggingface", "onnx"] = "huggingface",
+    to: Literal["open_clip", "huggingface", "onnx", "published"] = "huggingface",
     out: Path | None = None,
     list_all: Annotated[bool, tyro.conf.arg(name="list")] = False,
 ) -> str:
-    """Export a checkpoint to open_clip, Hugging Face or ONNX, and compare the outputs.
+    """Export a checkpoint to open_clip, Hugging Face, ONNX or its authors' layout, and compare the outputs.
 
     Args:
         checkpoint: folder of a checkpoint, such as runs/convirt/best.

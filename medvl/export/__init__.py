@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from medvl.export.exporters.hugging_face import export_hugging_face as export_hugging_face
     from medvl.export.exporters.onnx import export_onnx as export_onnx
     from medvl.export.exporters.open_clip import export_open_clip as export_open_clip
+    from medvl.export.exporters.published import export_published as export_published
     from medvl.export.importers.import_checkpoint import (
         Imported as Imported,
         import_checkpoint as import_checkpoint,

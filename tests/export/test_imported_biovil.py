@@ -21,12 +21,13 @@ from helpers.published_layers import (
     resnet_shapes,
     texts,
 )
+from helpers.served import tiny_convirt
 from torch import Tensor
 
 import medvl
 from medvl.cli import main as cli
 from medvl.errors import ConfigError, WeightsError
-from medvl.export import import_checkpoint
+from medvl.export import export_published, import_checkpoint
 
 BLOCKS, NEAR = (1, 1, 1, 1), {"atol": 1e-4, "rtol": 1e-3}
 
@@ -156,6 +157,27 @@ def test_biovil_t_import_is_the_whole_system(tmp_path: Path) -> None:
         alone, both = model.embed_regions(pixels[:1]), model.embed_regions(pixels[:1], pixels[1:])
     torch.testing.assert_close(alone, projector(torch.cat([current, missing], dim=2), image), **NEAR)
     torch.testing.assert_close(both, projector(torch.cat([current, changed], dim=2), image), **NEAR)
+
+
+@pytest.mark.parametrize("system", ["biovil", "biovil_t"])
+def test_export_to_the_published_files_is_the_inverse_of_the_import(system: str, tmp_path: Path) -> None:
+    others = pooler_shapes(2, 32) if system == "biovil_t" else {}
+    image, text = image_file(**others), text_file()
+    paths = saved(image, text, tmp_path)
+    model = import_checkpoint(system, paths[0], text_file=paths[1]).model
+    exported = export_published(model, tmp_path / "out")
+    assert not exported.left_out
+    assert max(exported.differences.values()) == 0
+    for file, original in (("image_model.pt", image), ("text_model.pt", text)):
+        written = torch.load(tmp_path / "out" / file, weights_only=True)
+        unused = {"bert.embeddings.position_ids"}
+        assert written.keys() == original.keys() - unused
+        for key, tensor in written.items():
+            if "encoder.fc." not in key:
+                assert torch.equal(tensor, original[key]), key
+        assert all(written[key].shape[0] == 1000 for key in written if "encoder.fc." in key)
+    with raises(ConfigError, "unsupported"):
+        export_published(tiny_convirt(), tmp_path / "other")
 
 
 def test_a_missing_or_unwanted_second_file_is_refused(tmp_path: Path) -> None:

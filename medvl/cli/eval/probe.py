@@ -45,6 +45,7 @@ def probe(
     *,
     fractions: tuple[float, ...] = (0.01, 0.1, 1.0),
     seeds: int = 5,
+    levels: str | None = None,
     cache: Path | None = None,
 ) -> None:
     """Evaluate an image encoder by a linear probe at fractions of the labels, with intervals and a page.
@@ -55,6 +56,8 @@ def probe(
         test: folder of shards of further patients, that the encoder was not trained on.
         fractions: fractions of the training patients whose labels are used.
         seeds: random subsets per fraction below 1.
+        levels: ordinal AUCs of a graded finding instead of the labels, such as edema_severity=none,mild,moderate,severe
+            (lowest first) for shards with --category-column edema_severity.
         cache: folder of cached features; default `features` beside the output folder.
     """
     from medvl.eval.core.open import open_source
@@ -63,7 +66,7 @@ def probe(
 
     probed = _open_encoder(image, test, shared.device)
     folder = shared.out or _default_folder(image)
-    features = functools.partial(_features, probed, cache or folder.parent / "features", shared)
+    features = functools.partial(_features, probed, cache or folder.parent / "features", shared, levels)
     result = linear_probe(
         features(train, synthetic=True),
         features(valid),
@@ -118,14 +121,23 @@ def _hashes(options: EncoderOptions, probed: "ProbedEncoder") -> dict[str, str |
 
 
 def _features(
-    encoder: "ProbedEncoder", cache: Path, shared: RunOptions, data: Path, *, synthetic: bool = False
+    encoder: "ProbedEncoder",
+    cache: Path,
+    shared: RunOptions,
+    levels: str | None,
+    data: Path,
+    *,
+    synthetic: bool = False,
 ) -> "FeatureTable":
     from medvl.common.ranks import rank_and_world
     from medvl.eval.core.open import open_for_evaluation, open_source
     from medvl.eval.probing.features import encode_features
+    from medvl.eval.probing.severity import ordinal_table, parse_levels
 
+    graded = None if levels is None else parse_levels(levels)
     source = open_source(data, synthetic=synthetic)
     loader = open_for_evaluation(
         source, encoder.transform, batch=shared.batch, workers=shared.workers, ranks=rank_and_world()
     )
-    return encode_features(encoder, loader, cache=cache)
+    table = encode_features(encoder, loader, cache=cache)
+    return table if graded is None else ordinal_table(table, *graded)

@@ -130,8 +130,20 @@ def to_published(tensors: Mapping[str, Tensor], table: Sequence[KeyRule]) -> tup
         for rule, stars in rules:
             if rule.target == first:  # all pieces of one tensor
                 piece = tensor.chunk(rule.part[1])[rule.part[0]] if rule.part[1] > 1 else tensor
-                renamed[_fill(rule.source, stars.groups())] = _change(piece, rule.change).contiguous()
+                changed = piece[..., None, None] if rule.change == "conv to linear" else _change(piece, rule.change)
+                renamed[_fill(rule.source, stars.groups())] = changed.contiguous()
     return renamed, unknown
+
+
+def add_copies(tensors: Mapping[str, Tensor], table: Sequence[KeyRule]) -> dict[str, Tensor]:
+    """Return a file's tensors with those that its layout stores twice (`same`)."""
+    copies = {}
+    for rule in table:
+        for key, tensor in tensors.items() if rule.copy_of is not None else ():
+            match = _match(key, rule.copy_of or "")
+            if match is not None:
+                copies[_fill(rule.source, match.groups())] = tensor
+    return {**tensors, **copies}
 
 
 def count_covered(keys: Sequence[str], table: Sequence[KeyRule]) -> int:

@@ -153,6 +153,7 @@ def read_truth(root: str | Path) -> Iterator[dict[str, Any]]:
 def truth_row(view: View, study: Study, size: int, **ids: object) -> dict[str, object]:
     """Return the row of `phantom_truth.jsonl.gz` for a view of `size` pixels, with `ids` first."""
     height, width = view.camera.shape(size)
+    severity = {finding.label: finding.severity for finding in study.findings}
     return {
         **ids,
         "view": view.position,
@@ -161,7 +162,8 @@ def truth_row(view: View, study: Study, size: int, **ids: object) -> dict[str, o
         "height": height,
         "width": width,
         "labels": study.labels,
-        "severity": {finding.label: finding.severity for finding in study.findings},
+        "severity": severity,
+        "edema_severity": severity.get("Edema", "none"),
         "side": {finding.label: finding.side for finding in study.findings},
         "boxes": [dataclasses.asdict(box) for box in boxes(view, size)],
     }
