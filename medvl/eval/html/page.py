@@ -3,7 +3,8 @@
 The page is one file with embedded styles and pictures. It runs no script, and its content security policy forbids
 loading anything. All text is escaped. Evaluators list sections (tables, plots, galleries), `write_page` renders them:
 the first section is the summary, and sections beyond about four screens are folded. Beside `index.html`, the folder
-`index_files` has every table as CSV, Markdown and LaTeX and every plot as SVG and PDF.
+`index_files` has every table as CSV, Markdown and LaTeX, every plot as SVG and PDF, and every picture of the galleries
+and heat maps as JPEG.
 """
 
 import base64
@@ -17,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from medvl.common.files import write_atomic
+from medvl.eval.html.picture_files import JPEG, picture_files
 from medvl.eval.html.plots import Plot
 from medvl.eval.html.tables import Table, as_csv, as_latex, as_markdown
 
@@ -151,10 +153,14 @@ def write_page(page: Page, path: str | Path) -> Path:
         lstrip_blocks=True,
     )
     path = Path(path)
-    files = {**_table_files(page), **_plot_files(page)}
+    ids = _ids([section.title for section in page.sections])
+    pictures, picture_names = picture_files(page.sections, ids)
+    files = {**_table_files(page), **_plot_files(page), **pictures}
     html = environment.get_template("page.html").render(
         page=page,
-        ids=_ids([section.title for section in page.sections]),
+        ids=ids,
+        files=files,
+        picture_names=picture_names,
         folded=_folded(page.sections),
         folder=_folder(path).name,
         found={name: number for number, name in enumerate(page.findings)},
@@ -177,7 +183,7 @@ def _write_files(folder: Path, files: Mapping[str, bytes]) -> None:
         folder.mkdir(exist_ok=True)
     if folder.is_dir():
         for old in folder.iterdir():
-            if old.name not in files and old.suffix[1:] in {*_TABLE_FORMATS, *_PLOT_FORMATS}:
+            if old.name not in files and old.suffix[1:] in {*_TABLE_FORMATS, *_PLOT_FORMATS, "jpg"}:
                 old.unlink()
     for name, content in files.items():
         write_atomic(folder / name, content)
@@ -249,7 +255,7 @@ def thumbnail_uri(pixels: NDArray[np.uint8], size: int = 192) -> str:
 
     buffer = io.BytesIO()
     Image.fromarray(shrink(pixels, size)).save(buffer, "JPEG", quality=82)
-    return "data:image/jpeg;base64," + base64.b64encode(buffer.getvalue()).decode()
+    return JPEG + base64.b64encode(buffer.getvalue()).decode()
 
 
 def shrink(pixels: NDArray[np.uint8], size: int) -> NDArray[np.uint8]:

@@ -20,7 +20,20 @@ from medvl.eval import load_prompts, write_zero_shot_page, zero_shot
 from medvl.eval.core.metric_rows import MetricRow
 from medvl.eval.core.results import Results
 from medvl.eval.html.header import header_facts, headline
-from medvl.eval.html.page import Card, Cards, Choice, Deck, Page, write_page
+from medvl.eval.html.page import (
+    Card,
+    Cards,
+    Choice,
+    ColorScale,
+    Deck,
+    Page,
+    Picture,
+    Pictures,
+    Strip,
+    thumbnail_uri,
+    write_page,
+)
+from medvl.eval.html.picture_files import JPEG
 from medvl.eval.html.tables import Cell, Table, as_csv, as_latex, as_markdown
 from medvl.eval.zero_shot_classification.evaluate import ZeroShotResult
 
@@ -205,6 +218,42 @@ def test_files_beside_the_page_hold_tables_and_plots(result, page):
     for plot in ("roc-all", "roc-edema", "scores-edema", "calibration-edema"):
         assert (folder / f"{plot}.svg").read_bytes().startswith(b"<?xml")
         assert (folder / f"{plot}.pdf").read_bytes().startswith(b"%PDF")
+
+
+def test_pictures_beside_the_page_are_those_of_the_page(result, page):
+    folder = page.parent / "index_files"
+    shown = [value["src"] for tag, value in read(page).tags if tag == "img" and value["src"].startswith(JPEG)]
+    (listed,) = folder.glob("*-pictures.csv")
+    with listed.open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert len(rows) == len(shown) > 0
+    for row, source in zip(rows, shown, strict=True):
+        assert (folder / row["file"]).read_bytes() == base64.b64decode(source.removeprefix(JPEG))
+        assert row["alternative text"]
+
+
+def test_heat_maps_of_strips_and_cards_are_linked_and_listed(tmp_path):
+    noise_HW = np.random.default_rng(0).integers(0, 256, (9, 9), dtype=np.uint8)
+    scale = ColorScale(low="0.1", high="0.7")
+    pictures = [
+        Picture(source=thumbnail_uri(noise_HW), alternative="a map", lines=("Edema", "cosine"), scale=scale),
+        Picture(source=thumbnail_uri(noise_HW.T.copy()), alternative="another"),
+    ]
+    card = Card(title="Case 1", pictures=pictures[:1], choices=(), lines=(), tags=())
+    sections = [
+        Pictures(title="Heat maps", strips=[Strip(title="Edema", pictures=pictures)]),
+        Cards(title="Cases", decks=[Deck(title="Right", cards=[card], good=True)]),
+    ]
+    page = Page(title="", subtitle="", headlines=[], facts=[], sections=sections, limits=[])
+    path = write_page(page, tmp_path / "index.html")
+    files = sorted(file.name for file in (tmp_path / "index_files").iterdir())
+    assert files == ["cases-pictures.csv", "heat-maps-001.jpg", "heat-maps-002.jpg", "heat-maps-pictures.csv"]
+    assert (tmp_path / "index_files" / files[3]).read_text().splitlines()[1] == (
+        "heat-maps-001.jpg,Edema,a map,Edema | cosine,0.1 to 0.7"
+    )
+    assert "heat-maps-001.jpg,Right: Case 1," in (tmp_path / "index_files" / files[0]).read_text()
+    links = [value["href"] for tag, value in read(path).tags if tag == "a" and value["href"].endswith(".jpg")]
+    assert links == [f"index_files/heat-maps-00{number}.jpg" for number in (1, 2, 1)]
 
 
 def test_files_of_an_earlier_page_are_removed(tmp_path):
