@@ -18,7 +18,7 @@ from medvl.models.base import System, TwoTowers
 IMAGE_FILE, TEXT_FILE = "image_model.pt", "text_model.pt"
 _IMAGE_KEYS = ("encoder.", "projector.")
 _CLASSIFIER, _MISSING = "encoder.encoder.fc", "encoder.missing_previous_emb"
-_CLASSES = 1000
+_LAST, _CLASSES = "encoder.encoder.layer4.", 1000
 
 
 def export_published(model: System, out: Path | str) -> Exported:
@@ -64,7 +64,7 @@ text_weights = torch.load("FOLDER/{TEXT_FILE}", weights_only=True)  # of CXRBert
 
 def _unused_classifier(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return zeros for the ImageNet classifier, which the authors' loader requires and never uses."""
-    width = max(tensor.shape[0] for key, tensor in tensors.items() if key.startswith("encoder.encoder.layer4."))
+    width = max(tensor.shape[0] for key, tensor in tensors.items() if tensor.ndim and key.startswith(_LAST))
     return {f"{_CLASSIFIER}.weight": torch.zeros(_CLASSES, width), f"{_CLASSIFIER}.bias": torch.zeros(_CLASSES)}
 
 

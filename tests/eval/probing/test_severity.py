@@ -68,7 +68,7 @@ def test_probe_reports_ordinal_aucs_and_their_mean() -> None:
 
 
 def test_phantom_grades_become_labels_of_shards(tmp_path: Path) -> None:
-    phantom.write_chexpert(tmp_path, patients=16, size=64, seed=1, workers=1)
+    phantom.write_chexpert(tmp_path, patients=30, size=48, seed=1, workers=1)
     (truth,) = tmp_path.rglob("phantom_truth.jsonl.gz")
     columns = ["--image-column", "path", "--patient-column", "subject_id", "--category-column", "edema_severity"]
     arguments = ["--image-root", str(truth.parent.parent), "--out", str(tmp_path / "out"), "--workers", "1"]
