@@ -23,7 +23,7 @@ def picture_files(sections: Sequence[Any], names: Sequence[str]) -> tuple[dict[s
     files: dict[str, bytes] = {}
     name_of: dict[str, str] = {}
     for section, name in zip(sections, names, strict=True):
-        rows = []
+        rows: list[tuple[str, ...]] = []
         for group, picture in _pictures(section):
             if not picture.source.startswith(JPEG):
                 continue

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -68,12 +69,10 @@ def _unused_classifier(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {f"{_CLASSIFIER}.weight": torch.zeros(_CLASSES, width), f"{_CLASSIFIER}.bias": torch.zeros(_CLASSES)}
 
 
-def _compare(model: TwoTowers, importer: Importer, folder: Path) -> dict[str, float]:
+def _compare(model: Any, importer: Importer, folder: Path) -> dict[str, float]:
     """Import the files, and return the differences of the embeddings of random inputs."""
-    tokenizer = model.tokenizer
-    again = import_checkpoint(
-        importer.name, folder / IMAGE_FILE, text_file=folder / TEXT_FILE, tokenizer=tokenizer
-    ).model
+    files = {"text_file": folder / TEXT_FILE, "tokenizer": model.tokenizer}
+    again: Any = import_checkpoint(importer.name, folder / IMAGE_FILE, **files).model
     pixels, ids_BT = random_pixels(model.image_encoder), random_ids(model.text_encoder, None)
     mask_BT = torch.ones_like(ids_BT, dtype=torch.bool)
     (new_image, new_text), (image, text) = (
