@@ -7,7 +7,6 @@ from typing import Any, Protocol
 import numpy as np
 
 from medvl.common.untrusted import InputFolders
-from medvl.data.images.read import read_pixels
 from medvl.data.shards.regions import RegionManifest
 from medvl.errors import SplitError
 from medvl.schema import Sample
@@ -89,4 +88,6 @@ class FileSource:
 
         A link out of the folders is an error with the code "outside_folder".
         """
+        from medvl.data.images.read import read_pixels  # with pydicom, which a recipe's advice does not wait for
+
         return read_pixels(self.samples[position].image, color=color, folders=self.folders)[0]
