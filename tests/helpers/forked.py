@@ -70,7 +70,7 @@ def run(
     with tempfile.TemporaryDirectory() as folder:
         if command[1] == "-c":
             program = Path(folder, "program.py")
-            program.write_text(command[2])
+            program.write_text(f"import sys\nsys.path[0] = ''\n{command[2]}")
             command = [command[0], str(program), *command[3:]]
         outputs = Path(folder, "stdout"), Path(folder, "stderr")
         process = start(command, cwd=cwd or Path.cwd(), stdout=outputs[0], stderr=outputs[1], env=env, nested=nested)
