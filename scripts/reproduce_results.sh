@@ -58,6 +58,8 @@ fi
 if wanted vqa; then bash scripts/quickstart_vqa.sh; fi
 if wanted vqa-medvill; then bash scripts/quickstart_vqa.sh medvill; fi
 if wanted reports; then
+    bash scripts/quickstart.sh
+    torchrun recipes/medvill_mimic.py tiny  # finished after part vqa-medvill
     torchrun recipes/medvill_mimic.py tiny-report
     evaluate report-generation quickstart/reports --checkpoint quickstart/medvill-report/best --data $shards/test \
         --sections impression --beams 4 --samples 16 --phantom-truth quickstart/mimic-cxr
