@@ -38,6 +38,7 @@ def main() -> None:
     """Print a row for each system."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--systems", default=",".join(SYSTEMS), help="names separated by commas")
+    parser.add_argument("--size", choices=("paper", "tiny"), default="paper", help="preset of the recipes")
     parser.add_argument("--batch", type=int, default=2, help="samples of a step")
     parser.add_argument("--statements", type=int, default=6, help="statements of a sample")
     parser.add_argument("--tokens", type=int, default=64, help="tokens of a report")
@@ -55,7 +56,8 @@ def main() -> None:
 
 def row(name: str, options: argparse.Namespace) -> list[str]:
     """Return the cells of a system."""
-    model = build(*SYSTEMS[name]).train().to(options.device)
+    recipe, preset = SYSTEMS[name]
+    model = build(recipe, "tiny" if options.size == "tiny" else preset).train().to(options.device)
     batch = random_batch(model, options).to(options.device)
     with torch.no_grad():
         model(batch)  # fills books of queries, which happens once in a run
