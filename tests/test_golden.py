@@ -18,6 +18,8 @@ import pytest
 import torch
 from torch import nn
 
+from medvl.data.reports.entities import positions_of
+from medvl.data.reports.labeler import label_report
 from medvl.data.tokenizer.tokenizer import train_wordpiece
 from medvl.models import create_model
 from medvl.schema import Batch
@@ -47,7 +49,17 @@ RECIPES = (
     "pixelbert_mimic",
     "visualbert_mimic",
 )
-SHORT = ("vilt_mimic", "albef_roco_medicat", "m2i2_clef", "mumc_figures", "ptunifier_figures")
+STATEMENTS = (
+    "radzero_mimic",
+    "carzero_mimic",
+    "cxrclip_mimic",
+    "medklip_mimic",
+    "kad_mimic",
+    "mavl_mimic",
+    "mrm_mimic",
+)
+"""Recipes of systems on statements, entities and masked records."""
+SHORT = ("vilt_mimic", "albef_roco_medicat", "m2i2_clef", "mumc_figures", "ptunifier_figures", *STATEMENTS)
 """Recipes whose first five losses are enough: they are built of parts that the others have as well."""
 BATCHES, PAIRS = 4, 4
 SHOWN = (1, 10, 20, 30, 40, 50)
@@ -57,15 +69,18 @@ SIDES = ("left", "right", "bilateral", "small")
 TEXTS = [f"There is a {side} {finding}." for finding in FINDINGS for side in SIDES]
 
 
-def findings_of(texts: list[str]) -> torch.Tensor:
-    """Return a label for every finding, 1 where a text names it."""
-    return torch.tensor([[float(finding in text) for finding in FINDINGS] for text in texts])
+def findings_of(texts: list[str], entities: tuple[str, ...] | None) -> torch.Tensor:
+    """Return a label for every finding, 1 where a text names it; of entities, those that the labeler finds."""
+    if entities is None:
+        return torch.tensor([[float(finding in text) for finding in FINDINGS] for text in texts])
+    return torch.tensor([[float(label_report(text).get(name, 0)) for name in entities] for text in texts])
 
 
 def batches(config: Any, tokenizer: Any, labels: bool, steps: int) -> Iterator[Batch]:
     """The same few, over and over: noise, and one sentence each."""
     generator = torch.Generator().manual_seed(0)
     images = torch.randint(0, 256, (len(TEXTS), 1, config.image_size, config.image_size), generator=generator)
+    entities = getattr(config, "entities", None) if labels else None
     for step in range(steps):
         rows = torch.arange(PAIRS) * BATCHES + step % BATCHES
         texts = [TEXTS[row] for row in rows.tolist()]
@@ -73,10 +88,14 @@ def batches(config: Any, tokenizer: Any, labels: bool, steps: int) -> Iterator[B
         keys = [str(row) for row in rows.tolist()]
         yield Batch(
             keys=keys, image_BCHW=images[rows].to(torch.uint8), ids_BT=ids_BT, mask_BT=mask_BT,
-            labels_BL=findings_of(texts) if labels else torch.zeros(PAIRS, 0), texts=texts, studies=keys,
+            labels_BL=findings_of(texts, entities) if labels else torch.zeros(PAIRS, 0), texts=texts, studies=keys,
             second_ids_BT=ids_BT, second_mask_BT=mask_BT,
             sentence_BT=torch.where(mask_BT, 0, -1), second_image_BCHW=images[rows].flip(3).to(torch.uint8),
             prior_image_BCHW=images[rows.flip(0)].to(torch.uint8), has_prior_B=torch.arange(PAIRS) > 0,
+            other_view_BCHW=images[rows].flip(2).to(torch.uint8), has_other_view_B=torch.arange(PAIRS) % 2 > 0,
+            has_second_text_B=torch.ones(PAIRS, dtype=torch.bool),
+            statement_ids_BST=ids_BT[:, None], statement_mask_BST=mask_BT[:, None],
+            position_BL=torch.tensor([positions_of(text, entities or ()) for text in texts]),
         )  # fmt: skip
 
 
