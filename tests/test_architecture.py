@@ -377,6 +377,14 @@ def test_encoders_can_be_imported_alone() -> None:
     assert run_python(code) == "[]"
 
 
+def test_no_public_name_is_hidden_by_a_package() -> None:
+    """Importing a sub-package sets it as an attribute, in place of a public function of the same name."""
+    hidden = [
+        f"{face}.{name}" for (face, name), home in exports().items() if f"{face}.{name}" in MODULES and home != face
+    ]
+    assert hidden == []
+
+
 def test_every_public_name_can_be_imported() -> None:
     code = (
         "import importlib\n"

@@ -128,6 +128,6 @@ if TYPE_CHECKING:
         list_prompts as list_prompts,
         load_prompts as load_prompts,
     )
-    from medvl.eval.zero_shot_masks.evaluate import zero_shot_masks as zero_shot_masks
+    from medvl.eval.zero_shot_masks.evaluate import evaluate_zero_shot_masks as evaluate_zero_shot_masks
 
 __getattr__, __dir__, __all__ = lazy_exports(__name__, __file__)

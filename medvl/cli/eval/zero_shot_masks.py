@@ -40,7 +40,7 @@ def zero_shot_masks(
 
     checkpoint = shared.checkpoint
     model, source, read = open_evaluation(shared, DualEncoder, "give the checkpoint of a dual-encoder", text=True)
-    result = evaluate.zero_shot_masks(
+    result = evaluate.evaluate_zero_shot_masks(
         model,
         read(source),
         valid_loader=None if valid is None else read(ShardSource(valid)),

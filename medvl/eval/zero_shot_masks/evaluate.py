@@ -100,7 +100,7 @@ def _choose_labels(loader: Loader, labels: Sequence[str]) -> tuple[str, ...]:
     return chosen
 
 
-def zero_shot_masks(
+def evaluate_zero_shot_masks(
     model: DualEncoder,
     loader: Loader,
     *,

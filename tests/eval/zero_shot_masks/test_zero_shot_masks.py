@@ -15,7 +15,7 @@ from sklearn.metrics import roc_auc_score
 from medvl.data import EvalTransform, WholeText
 from medvl.data.loading.loader import Loader, open_loader
 from medvl.errors import EvaluationError, SplitError
-from medvl.eval import zero_shot_masks
+from medvl.eval import evaluate_zero_shot_masks
 from medvl.eval.dense.mask_metrics import pixel_auroc
 from medvl.eval.zero_shot_masks.evaluate import MaskLabels, PhraseSegmenter
 from medvl.schema import Sample
@@ -71,7 +71,7 @@ class BrightModel(torch.nn.Module):
 def test_thresholds_come_from_other_patients() -> None:
     model = BrightModel()
     test, valid = loader(model, range(8)), loader(model, range(8, 16))
-    result = zero_shot_masks(model, test, valid_loader=valid, empty="skip_empty", resamples=20)
+    result = evaluate_zero_shot_masks(model, test, valid_loader=valid, empty="skip_empty", resamples=20)
     assert model.phrases == {"There is pleural effusion."}
     rows = {row.metric: row.value for row in result.results.rows}
     assert rows["pixel_auroc"] == pytest.approx(1)
@@ -79,11 +79,11 @@ def test_thresholds_come_from_other_patients() -> None:
     assert result.results.protocol == "zero_shot_masks"
     assert result.results.config["threshold_source"] == "chosen on validation images"
     with raises(SplitError, "leak"):
-        zero_shot_masks(model, test, valid_loader=loader(model, range(4, 12)))
+        evaluate_zero_shot_masks(model, test, valid_loader=loader(model, range(4, 12)))
     with raises(EvaluationError, "unknown_name", "labels"):
-        zero_shot_masks(model, test, labels=["Edema"])
+        evaluate_zero_shot_masks(model, test, labels=["Edema"])
     with raises(EvaluationError, "unknown_name", "scale"):
-        zero_shot_masks(model, test, scale="both")
+        evaluate_zero_shot_masks(model, test, scale="both")
 
 
 def test_maps_of_a_dual_encoder_are_scaled_within_their_image() -> None:
