@@ -71,7 +71,7 @@ def _unused_classifier(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 def _compare(model: Any, importer: Importer, folder: Path) -> dict[str, float]:
     """Import the files, and return the differences of the embeddings of random inputs."""
-    files = {"text_file": folder / TEXT_FILE, "tokenizer": model.tokenizer}
+    files: dict[str, Any] = {"text_file": folder / TEXT_FILE, "tokenizer": model.tokenizer}
     again: Any = import_checkpoint(importer.name, folder / IMAGE_FILE, **files).model
     pixels, ids_BT = random_pixels(model.image_encoder), random_ids(model.text_encoder, None)
     mask_BT = torch.ones_like(ids_BT, dtype=torch.bool)
