@@ -6,7 +6,7 @@
 
 Preset `paper`: the settings of the authors' configuration, with ImageNet's ResNet-50; Bio_ClinicalBERT, which is
 frozen, comes from the hub on first use. Differences: entities are the label columns and places those of the labeler's
-clauses, or both from RadGraph (`medvl shards radgraph`), where the authors have 75 observations and 51 places of
+clauses, or both from RadGraph (`medvl knowledge radgraph`), where the authors have 75 observations and 51 places of
 RadGraph; aspects are written by hand and not by a language model; the contrast's targets are normalised; no
 RandAugment; mirrored images have mirrored places. The authors report different epochs of a run on different test sets;
 here validation data choose one.

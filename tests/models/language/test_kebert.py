@@ -87,6 +87,8 @@ def test_segments_are_separated_and_long_facts_are_cut(tokenizer: Tokenizer) -> 
     expected = [tokenizer.cls_id, *tokenizer.encode_whole("edema")[0], *ends, *tokenizer.encode_whole("part of")[0]]
     assert row.fact == [*expected, *ends][:7] + ([*expected, *ends][7:8] and ends)
     assert row.name[1:-1] in [tokenizer.encode_whole(name)[0] for name in ("lung", "lungs")]
+    with raises(ConfigError, "wrong_type", "data.train"):
+        pairs("key", "concept", "A report.", str, rng)
     assert len(pairs("key", "concept", "edema " * 20 + "\nlung", str, rng).fact) == 8
 
 
