@@ -10,7 +10,13 @@ from medvl.models.locate import CARD
 NO_LICENCE = "not-stated"
 _RESULTS = "## Results\n\n", "\n## Licence"
 _SHOWN = 24
-_PIPELINES = {"vqa": "visual-question-answering", "classifier": "image-classification", "r2gen": "image-to-text"}
+_TEXT_TO_IMAGE = "text-to-image"
+_PIPELINES = {
+    "vqa": "visual-question-answering",
+    "classifier": "image-classification",
+    "r2gen": "image-to-text",
+    **dict.fromkeys(("latent_diffusion", "roentgen"), _TEXT_TO_IMAGE),
+}
 
 
 def model_card(
@@ -40,6 +46,8 @@ def model_card(
     front += [f"pipeline_tag: {pipeline}"] if pipeline else []
     front += [f"tags: [medvl, medical-imaging, vision-language, {json.dumps(name)}]"]
     call = 'medvl.infer(model, "image.dcm", ["pleural effusion"])' if dual else 'model.transform("image.dcm")'
+    if pipeline == _TEXT_TO_IMAGE:  # synthetic images, which must not be taken for a patient's
+        call = 'medvl.models.sample_images(model, ["Small left pleural effusion."], [0], medvl.models.Sampling())'
     parts = [
         "\n".join(["---", *front, "---"]),
         f"# {name}",

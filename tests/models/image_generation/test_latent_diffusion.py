@@ -263,6 +263,9 @@ def test_a_model_is_made_of_the_checkpoints_of_its_parts(words: Tokenizer, tmp_p
     (tmp_path / "made").mkdir()
     save(made, tmp_path / "made")
     assert medvl.load(tmp_path / "made").autoencoder.trained_on == ({"patients": ["p1"]},), "leak checks see it"
+    card = (tmp_path / "made" / "README.md").read_text()
+    assert "pipeline_tag: text-to-image" in card
+    assert "sample_images(" in card
     averaged = dataclasses.replace(DIFFUSION, ema_decay=0.9, latent_scale=None)
     more = create_latent_diffusion(averaged, start=tmp_path / "whole")
     assert all(same(getattr(more, part), getattr(whole, part)) for part in ("unet", "autoencoder", "text_encoder"))
