@@ -18,7 +18,10 @@ does not mention caption dropout; this preset drops 10 % of the texts (`medvl.mo
     from-scratch     U-Net and text encoder from random weights, with the autoencoder of autoencoder_cxr.py
 
 Preset `tiny`: v-prediction with 4.4 million parameters on the phantom's frontal views at 64 pixels, with the frozen
-text encoder of the quickstart's ConVIRT. Latents and text states are computed once.
+text encoder of the quickstart's ConVIRT. Latents and text states are computed once. After 350 of its 1,200 steps
+(`--train.steps 350 --optim.schedule.warmup-steps 25`), on an autoencoder after 680 of 855 steps of five epochs, a small
+CNN gave images of 160 validation impressions a mean AUROC of the five competition findings of 0.58, 0.66, 0.72 and 0.74
+at guidance 1, 2, 3 and 5 (real images 0.97; 15 steps of DPM-Solver++). The complete preset was not measured.
 """
 
 import dataclasses
