@@ -132,7 +132,8 @@ def _record_end(run: Run, store: Store, status: int) -> None:
 def _report_end(run: Run, store: Store, report: Report) -> None:
     failure = store.failure(run)
     if failure is not None:
-        report(f"  failed: {run.title}: {failure} (see {store.folder(run) / 'log.txt'})")
+        log = store.folder(run) / "log.txt"
+        report(f"  failed: {run.title}: {failure}{f' (see {log})' if log.is_file() else ''}")
 
 
 @contextlib.contextmanager

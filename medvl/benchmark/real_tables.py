@@ -76,9 +76,9 @@ def _paediatric(real: Path) -> Iterator[Row]:
     for row in _lines(real / "cxr_pediatric_pneumonia/items.jsonl"):
         if row["split"] == "test" and row["person_also_in_train"]:
             continue
-        kept_out = row["split"] == "train" and crc32(row["person"].encode()) % 10 == 0
+        person = f"{row['label']}-{row['person']}"  # numbers are those of a class
+        kept_out = row["split"] == "train" and crc32(person.encode()) % 10 == 0
         labels = {"Pneumonia": int(row["label"] != "normal"), "Bacterial": int(row["label"] == "bacteria")}
-        person = f"{'normal' if row['label'] == 'normal' else 'ill'}-{row['person']}"
         split = "val" if kept_out else row["split"]
         yield _row(f"cxr_pediatric_pneumonia/{row['image']}", person, "", split, labels)
 
