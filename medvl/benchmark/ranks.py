@@ -32,6 +32,8 @@ class Measured:
     errors: tuple[float, ...]
     """Standard error over test items of each seed; NaN where it has no interval."""
     resampled: tuple[Resampled | None, ...]
+    ends: tuple[tuple[float, float], ...] = ()
+    """Ends of each seed's own 95 % interval, from percentiles."""
 
     @property
     def value(self) -> float:
@@ -60,7 +62,9 @@ class Measured:
 
     @property
     def interval(self) -> tuple[float, float]:
-        """95 % interval of the mean."""
+        """95 % interval of the mean: that of the only seed, or a normal one."""
+        if len(self.ends) == 1:
+            return self.ends[0]
         return self.value - 1.96 * self.error, self.value + 1.96 * self.error
 
 

@@ -46,6 +46,8 @@ class SystemRow:
     """Task -> why it does not apply."""
     failed: frozenset[str]
     """Tasks that failed; all of them where the training did."""
+    waiting: frozenset[str]
+    """Tasks that are left to do."""
     costs: tuple[Mapping[str, Any], ...]
     evaluation_seconds: float
 
@@ -104,10 +106,12 @@ def measure_systems(plan: Plan, store: Store) -> Measurements:
 
 def _row(runs: Sequence[Run], weights: Weights, store: Store, columns: Mapping[str, tuple[Column, ...]]) -> SystemRow:
     first = runs[0]
-    metrics, refused, failed, seconds = {}, {}, set(), 0.0
+    metrics, refused, failed, waiting, seconds = {}, {}, set(), set(), 0.0
     for task in first.tasks:
         folders = [store.evaluation(run, weights, task) for run in runs]
         found = [read_evaluation(folder) for folder in folders]
+        if None in found:
+            waiting.add(task)
         for one in found:
             if isinstance(one, Refusal):
                 if one.failed:
@@ -134,6 +138,7 @@ def _row(runs: Sequence[Run], weights: Weights, store: Store, columns: Mapping[s
         metrics=metrics,
         refused=refused,
         failed=frozenset(failed),
+        waiting=frozenset(waiting),
         costs=costs,
         evaluation_seconds=seconds / max(1, len(runs)),
     )
@@ -141,16 +146,17 @@ def _row(runs: Sequence[Run], weights: Weights, store: Store, columns: Mapping[s
 
 def _measured(done: Sequence[tuple[Path, Results]], column: Column) -> Measured | None:
     """Return a column's metric over the seeds that have it."""
-    values, errors, resampled = [], [], []
+    values, errors, resampled, ends = [], [], [], []
     for folder, results in done:
         row = _find(results, column)
         if row is not None and not math.isnan(row.value):
             values.append(row.value)
             errors.append((row.high - row.low) / 3.92)
+            ends.append((row.low, row.high))
             resampled.append(read_resamples(folder, row.name))
     if not values:
         return None
-    return Measured(values=tuple(values), errors=tuple(errors), resampled=tuple(resampled))
+    return Measured(values=tuple(values), errors=tuple(errors), resampled=tuple(resampled), ends=tuple(ends))
 
 
 def _find(results: Results, column: Column) -> MetricRow | None:

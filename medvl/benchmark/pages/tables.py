@@ -9,7 +9,7 @@ from medvl.benchmark.ranks import Measured, Rank, rank_systems
 from medvl.eval.html.tables import Cell, Table
 
 FAMILIES = {"dual": "dual-encoder", "fusion": "fusion-encoder", "report": "report generator"}
-_DASH, _FAILED = "–", "failed"
+_DASH, _FAILED, _WAITING = "–", "failed", "to do"
 
 
 def group_name(found: Measurements, group: tuple[str, str]) -> str:
@@ -198,7 +198,8 @@ def _cells(found: Measurements, row: SystemRow, titles: Sequence[str], *, bar: b
         if title in row.metrics:
             cells.append(measured_cell(row.metrics[title], bar=bar))
         else:
-            cells.append(_FAILED if found.tasks[title] in row.failed else _DASH)
+            task = found.tasks[title]
+            cells.append(_FAILED if task in row.failed else _WAITING if task in row.waiting else _DASH)
     return cells
 
 

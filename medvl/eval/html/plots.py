@@ -242,7 +242,10 @@ def line_plot(
         marker = "o" if len(x) <= 12 else ""
         axes.plot(x, y, marker=marker, markersize=3, linewidth=1.2, color=table(number % table.N), label=label)
     if log_x:
+        places = sorted({place for x, _ in lines.values() for place in x})
         axes.set_xscale("log")
+        axes.set_xticks(places, [f"{place:g}" for place in places])
+        axes.minorticks_off()
     axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), fontsize=6.5, frameon=False)
     return _finish(name, figure, axes, x_label, y_label)
 
