@@ -6,7 +6,7 @@
 #     bash scripts/reproduce_results.sh zero-shot grounding  # these only; tables of other parts keep their last results
 set -euo pipefail
 cd "$(dirname "$0")/.."
-all="zero-shot probe grounding chexzero dense vqa vqa-medvill reports pretraining dual-encoders fusion-encoders"
+all="zero-shot probe grounding chexzero dense vqa vqa-medvill reports pretraining benchmark benchmark-options"
 parts="${*:-$all}"
 for part in $parts; do
     case " $all " in *" $part "*) ;; *) echo "error: no part $part: take $all" >&2; exit 2 ;; esac
@@ -68,12 +68,9 @@ if wanted pretraining; then
     $bin/python scripts/pretraining_helps.py --start quickstart/m3ae/best --train quickstart/vqa/train \
         --valid quickstart/vqa-valid/test --test quickstart/vqa/test --out quickstart/m3ae-helps -- --train.epochs 2
 fi
-if wanted dual-encoders; then
-    bash scripts/quickstart.sh
-    $bin/python scripts/compare_dual.py --extras --write
+if wanted benchmark; then # prints what failed
+    $bin/medvl benchmark phantom-quick --out quickstart/benchmark || true
+    $bin/python scripts/results.py --benchmark quickstart/benchmark --write
 fi
-if wanted fusion-encoders; then
-    bash scripts/quickstart.sh
-    $bin/python scripts/compare_fusion.py --write
-fi
+if wanted benchmark-options; then $bin/medvl benchmark phantom-options --out quickstart/benchmark-options || true; fi
 $bin/python scripts/results.py --write

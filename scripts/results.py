@@ -2,6 +2,7 @@
 
     python scripts/results.py            # print the tables whose results exist
     python scripts/results.py --write    # replace them in RESULTS.md; a table without results keeps what it has
+    python scripts/results.py --benchmark quickstart/benchmark --write    # those of `medvl benchmark --out`
 
 Each table stands between two HTML comments in RESULTS.md, with the commit, the date and the machine of its results.
 """
@@ -24,7 +25,7 @@ _MEAN = ("auroc", "macro_competition")
 _F1 = ("f1", "macro of five")
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Table:
     """A table of RESULTS.md: a column for each results folder, a row for each metric."""
 
@@ -104,18 +105,32 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--write", action="store_true", help="replace the tables in RESULTS.md")
     parser.add_argument("--folder", type=Path, default=ROOT / "quickstart", help="folder of the results")
+    parser.add_argument("--benchmark", type=Path, help="folder of `medvl benchmark`, whose tables are read instead")
     options = parser.parse_args()
     document = ROOT / "RESULTS.md"
     text = document.read_text(encoding="utf-8")
-    for table in TABLES:
-        found = read_columns(table, options.folder)
-        if not found:
-            continue
-        lines = f"{render(table, found)}\n\n{provenance()}"
-        print(f"{table.name}\n{lines}\n")
-        text = replace(text, table.name, lines)
+    tables = own_tables(options.folder) if options.benchmark is None else benchmark_tables(options.benchmark)
+    for name, lines in tables.items():
+        lines = f"{lines}\n\n{provenance()}"
+        print(f"{name}\n{lines}\n")
+        text = replace(text, name, lines)
     if options.write:
         document.write_text(text, encoding="utf-8")
+
+
+def own_tables(folder: Path) -> dict[str, str]:
+    """Return the tables of `TABLES` that have results, by name."""
+    found = {table: read_columns(table, folder) for table in TABLES}
+    return {table.name: render(table, columns) for table, columns in found.items() if columns}
+
+
+def benchmark_tables(folder: Path) -> dict[str, str]:
+    """Return the tables of a benchmark's first page that RESULTS.md has, by name, without their captions."""
+    paths = {
+        name: folder / "index_files" / f"{name}.md" for name in ("all-systems", "dual-encoders", "fusion-encoders")
+    }
+    texts = {name: path.read_text(encoding="utf-8") for name, path in paths.items() if path.is_file()}
+    return {name: text.partition("\n\n")[2].strip() for name, text in texts.items()}
 
 
 def read_columns(table: Table, folder: Path) -> dict[str, Results]:

@@ -37,20 +37,11 @@ SLOW = {"benchmark_fusion", "benchmark_loader", "benchmark_serve", "benchmark_tr
 HELP = {
     **dict.fromkeys(("slake", "vqa_rad", "zeroshot_chexpert"), "run by tests of medvl.eval"),
     **dict.fromkeys(("fault_matrix", "fuzz", "soak"), "run tests; by a test of its own; trains for minutes"),
-    **dict.fromkeys(("compare_dual", "compare_fusion"), "by tests of their own"),
-    **dict.fromkeys(
-        ("compare_berthop", "compare_real_dual"), "train for minutes; the second one needs MEDVL_REAL_DATA"
-    ),
-    "compare_segmentation": "trains for minutes",
+    **dict.fromkeys(("compare_berthop", "compare_segmentation"), "train for minutes"),
     **dict.fromkeys(("build_docs", "pretraining_helps", "results"), "need medvl[docs], a checkpoint, results of runs"),
 }
 """Scripts of which only the help is printed, and why."""
 MODULES = {
-    "compare_dual_tasks",
-    "compare_extras",
-    "compare_fusion_tasks",
-    "compare_runs",
-    "compare_table",
     "fuzz_readers",
     "open_clip_baseline",
     "vqa_corpora",

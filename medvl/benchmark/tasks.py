@@ -36,11 +36,15 @@ from medvl.eval import (
     reranked_retrieval,
     zero_shot,
 )
-from medvl.models import DualEncoder, FusionModel, System, load, system
+from medvl.models import KAD, CARZero, DualEncoder, FusionModel, MedKLIP, RadZero, System, load, system
 from medvl.schema import Inputs
 from medvl.train.recipe_files import find_recipe
 
 _MEAN = ("macro_competition", "macro")
+_ON_STATEMENTS = (RadZero, CARZero, MedKLIP, KAD)
+"""Systems that compare statements, or ask about them: their zero-shot prompts are `statements`, without a negative."""
+_ASKING = (MedKLIP, KAD)
+"""Systems whose patches and texts have no common space: their maps are the decoder's attention."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -82,7 +86,8 @@ def _test(trained: Trained) -> Path:
 
 def _zero_shot(trained: Trained) -> Any:
     [model] = load_ensemble([trained.checkpoint])
-    prompts = load_prompts(trained.run.corpus.prompts)
+    name = trained.run.corpus.prompts
+    prompts = load_prompts("statements" if isinstance(model, _ON_STATEMENTS) and not name.endswith(".json") else name)
     return zero_shot(
         [model], _read(trained, model, _test(trained)), prompts, resamples=trained.run.evaluation.resamples
     )
@@ -99,13 +104,9 @@ def _grounding(trained: Trained) -> Any:
     [model] = load_ensemble([trained.checkpoint])
     given, phrases = trained.run.evaluation, trained.run.corpus.phrases
     assert phrases is not None
-    return phrase_grounding(
-        model,
-        _read(trained, model, phrases),
-        maps="similarity",
-        smoothing=given.smoothing,
-        resamples=given.resamples,
-    )
+    asks = isinstance(model, _ASKING)
+    options: dict[str, Any] = {"maps": "attention"} if asks else {"maps": "similarity", "smoothing": given.smoothing}
+    return phrase_grounding(model, _read(trained, model, phrases), **options, resamples=given.resamples)
 
 
 def _probe(trained: Trained) -> Any:
