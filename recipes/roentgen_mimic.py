@@ -21,7 +21,8 @@ Preset `tiny`: v-prediction with 4.4 million parameters on the phantom's frontal
 text encoder of the quickstart's ConVIRT. Latents and text states are computed once. After 350 of its 1,200 steps
 (`--train.steps 350 --optim.schedule.warmup-steps 25`), on an autoencoder after 680 of 855 steps of five epochs, a small
 CNN gave images of 160 validation impressions a mean AUROC of the five competition findings of 0.58, 0.66, 0.72 and 0.74
-at guidance 1, 2, 3 and 5 (real images 0.97; 15 steps of DPM-Solver++). The complete preset was not measured.
+at guidance 1, 2, 3 and 5 (real images 0.97; 15 steps of DPM-Solver++). At 5, chosen there, the images of 256 test
+impressions had 0.786 [0.750, 0.818], and 0.498 with shuffled prompts. The complete preset was not measured.
 """
 
 import dataclasses
