@@ -17,7 +17,7 @@ from medvl.cli.eval.options import print_results
 from medvl.data.tokenizer import tokenizer
 from medvl.schema import FINDINGS
 
-WITHOUT_DEFAULTS = ("merge", "upload", "phantom umls", "knowledge find", "cards list", "cards show")
+WITHOUT_DEFAULTS = ("merge", "upload", "consolidate", "phantom umls", "knowledge find", "cards list", "cards show")
 
 
 def ends(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
