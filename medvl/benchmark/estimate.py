@@ -38,9 +38,10 @@ def describe_plan(plan: Plan, store: Store, seconds: float, report: Callable[[st
     for run in plan.runs:
         state = store.state(run)
         estimate = estimate_run(run, store, known, 0.0 if commands[run.corpus.name] else seconds, report)
-        if state == "to do" and "hours" in estimate:
+        waits = state == "to do" and store.cost(run) is None
+        if waits and "hours" in estimate:
             total += estimate["hours"]
-        elif state == "to do":
+        elif waits:
             unknown += 1
         lines.append(
             f"{run.key}  {run.title}: {Path(run.recipe).stem} {run.preset}, {', '.join(run.tasks) or 'no tasks'}; "
