@@ -7,7 +7,6 @@ Both are read without pickle, by any number of processes.
 """
 
 import contextlib
-import json
 import math
 import shutil
 from collections.abc import Iterator
@@ -20,6 +19,7 @@ from torch import Tensor
 
 from medvl.common import folders
 from medvl.common.files import MARKER, check_marker
+from medvl.common.untrusted import parse_json
 from medvl.errors import CheckpointError
 from medvl.models.allocation import AllocationLimit
 from medvl.models.locate import MODEL_FILES, TRAIN_STATE, WEIGHT_PARTS, WEIGHTS, find_checkpoint, weight_files
@@ -54,7 +54,7 @@ def join_parts(folder: Path) -> dict[str, Tensor]:
             tensors[name] = torch.empty(entry.size, dtype=entry.properties.dtype)
         for path in {Path(part.relative_path) for part in (metadata.storage_data or {}).values()}:
             with safetensors.safe_open(path, framework="pt") as file:
-                offsets = json.loads(file.metadata()["DCP_SHARDING_INFO"])
+                offsets = parse_json(file.metadata()["DCP_SHARDING_INFO"])
                 for name, entry in offsets.items():
                     part = file.get_tensor(name)
                     starts = zip(entry["saved_offsets"], part.shape, strict=True)

@@ -92,7 +92,9 @@ def test_json_is_bounded() -> None:
 
 ROOT = Path(__file__).parents[2] / "medvl"
 OWN_JSON = {
-    *("common/untrusted", "data/corpora/common/record_file", "eval/core/full_pass", "eval/probing/features"),
+    *("benchmark/estimate", "benchmark/execute", "benchmark/pages/curves", "benchmark/store"),
+    *("common/untrusted", "data/corpora/common/record_file", "data/loading/latents"),
+    *("eval/core/full_pass", "eval/probing/features"),
     *("export/exporters/zero_shot", "inference/folder"),
     *("models/checkpoint", "phantom/layouts/writer", "train/loop/logger", "train/loop/state"),
     "train/parallel/distributed",

@@ -328,7 +328,8 @@ def test_export_list_tells_what_a_checkpoint_can_become(
     assert "medvl[onnx]" in lines["onnx"]
     assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == []
     cli.main(["export", "--list"])
-    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == ["huggingface", "open_clip", "onnx"]
+    formats = [line.split()[0] for line in capsys.readouterr().out.splitlines()]
+    assert formats == ["huggingface", "open_clip", "onnx", "published"]
 
 
 def test_onnx_export_without_its_libraries_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,7 @@ import signal
 import sys
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -53,14 +54,14 @@ def run(run_dir: Path, model: nn.Module, **settings: Any) -> TrainResult:
     """Train two updates an epoch, sharded where there are two ranks."""
     rank, world = rank_and_world()
     loader, real = fakes.FakeLoader(16, 8, rank, world), not isinstance(model, fakes.TwoTowers)
-    checkpoint.model_files = (lambda: model_checkpoint) if real else fakes.FakeModelFiles
     sharded = {"shard_weights": True, "sharded_checkpoints": True, "log_every": 1, "keep_last": 1}
-    return fakes.train(
-        model,
-        Pairs(16, 8, rank, world) if real else loader,
-        optim=fakes.optim(lr=1e-3, eps=1e-6, weight_decay=0.1, clip_norm=0.5),
-        config=fakes.config(run_dir, **{"global_batch": 8, "epochs": 1, **sharded, **settings}),
-    )
+    with mock.patch.object(checkpoint, "model_files", (lambda: model_checkpoint) if real else fakes.FakeModelFiles):
+        return fakes.train(
+            model,
+            Pairs(16, 8, rank, world) if real else loader,
+            optim=fakes.optim(lr=1e-3, eps=1e-6, weight_decay=0.1, clip_norm=0.5),
+            config=fakes.config(run_dir, **{"global_batch": 8, "epochs": 1, **sharded, **settings}),
+        )
 
 
 def in_fork(rank: int, store: Path, run_dir: Path, number: int | None) -> int:

@@ -175,7 +175,7 @@ def test_train_config_flags_are_stable() -> None:
     assert [field.name for field in dataclasses.fields(TrainConfig)] == [
         *("run_dir", "epochs", "steps", "global_batch", "accumulate", "grad_cache", "seed"),
         *("precision", "device", "channels_last", "compile", "packed_text", "checkpoint_activations"),
-        *("deterministic", "shard_weights", "find_unused_parameters", "num_threads"),
+        *("deterministic", "shard_weights", "sharded_checkpoints", "find_unused_parameters", "num_threads"),
         *("validate_every", "best_metric", "best_mode", "early_stop_patience"),
         *("checkpoint_every", "keep_last", "resume", "nonfinite_budget", "spike_factor", "rollbacks"),
         *("log_every", "tensorboard", "wandb"),

@@ -124,7 +124,11 @@ def interrupt_conversion(folder: Path, count: int) -> tuple[list[str], int, str]
         (folder / row["image"]).write_bytes(pictures[number % 7])
     (folder / "rows.jsonl").write_text("".join(json.dumps(row | {"split": "train"}) + "\n" for row in rows))
     process = subprocess.Popen(
-        [sys.executable, "-m", "medvl", *arguments], stderr=subprocess.PIPE, text=True, start_new_session=True
+        [sys.executable, "-m", "medvl", *arguments],
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # ignored where a shell runs the tests with &
     )
     for _ in range(600):
         if len(list((folder / "out-private").glob("table-*.json"))) >= 2 or process.poll() is not None:

@@ -61,10 +61,9 @@ def _rows(path: Path, allowed: InputFolders) -> Iterator[tuple[int, Mapping[str,
     """Yield (row number, counted from 1; row) of a file, which is not read into memory as a whole."""
     import pyarrow
 
-    allowed.open(path, CorpusError).close()  # a regular file in the folder
     try:
-        with pyarrow.memory_map(str(path)) as mapped:
-            file, number = pyarrow.ipc.open_file(mapped), 0
+        with allowed.open(path, CorpusError) as opened:
+            file, number = pyarrow.ipc.open_file(opened), 0
             if "questions" in file.schema.names:
                 message = f"{path} has questions; convert the original: medvl shards vqa-rad, slake or vqa-med"
                 raise CorpusError(message, "unsupported")
