@@ -388,6 +388,8 @@ async function start() {
   viewer = new Viewer(find("panels"), served.models.map((model) => model.title));
   connect();
   say("Ready.");
+  const [early] = find("file").files; // chosen before the models were known
+  if (early) await open(early);
 }
 
 start();
