@@ -126,7 +126,7 @@ class _Placed:
 
     word: HiddenWord
     ids: list[int]
-    """Of the whole sentence, with the first and the last token."""
+    """Token ids of the whole sentence, with the first and the last token."""
     pieces: range
     """Places of the word's pieces."""
 

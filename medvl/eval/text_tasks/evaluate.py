@@ -87,7 +87,7 @@ class TaskRun:
     dev: float | None
     """Metric of the chosen settings on the dev split; None without a search."""
     predictions: tuple[Predicted, ...]
-    """Of each seed."""
+    """Predictions of each seed."""
     metrics: tuple[Summed, ...]
     cut: int
     """Test words without a token."""

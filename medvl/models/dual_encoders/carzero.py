@@ -42,7 +42,7 @@ class CARZeroConfig(LocalDualConfig):
     decoder_heads: int = 4
     decoder_hidden: int = 1024
     dropout: float = 0.1
-    """Of the decoder and the head."""
+    """Rate of dropout in the decoder and the head."""
     head_dims: tuple[int, ...] = (1024, 512, 256)
     """Hidden widths of the head that makes a score of a query; none: one linear layer, the paper's variant."""
     positives: Positives = "text"
