@@ -1,6 +1,6 @@
-"""What each kind of model computes from a batch of images: findings, statements, texts, and a confidence.
+"""Scores of a batch of images by each kind of model: findings, statements, texts, and a confidence.
 
-Images are encoded once by `encode`; the other methods take what it returns. Values are float64 on the CPU.
+Images are encoded once by `encode`; the other methods take its result. Scores are float64 tensors on the CPU.
 
 Letters: B images of a batch, L findings, K prompt sets, S statements and denials, Q pairs of an image and a text.
 """
@@ -29,17 +29,19 @@ from medvl.schema import FINDINGS, Batch, Embeddings
 
 
 class Scorer(abc.ABC):
-    """The scores of one model.
+    """Base class of the scorers of one model. Every scorer has `encode` and `confidence`; attributes tell which of the
+    other methods it has, and those that it does not have raise NotImplementedError.
 
     Attributes:
-        names: findings that are scored; may be empty.
+        names: findings that are scored; empty for a model without `findings`.
         probabilities: whether scores of findings are probabilities.
-        prompt_sets: names of the prompt sets, the paraphrases last; the first one scores the findings.
-        named_sets: how many of them are no paraphrases.
-        statements: class -> a statement and its denial; may be empty.
-        compares_texts: whether images are compared with texts.
+        prompt_sets: names of the prompt sets, the paraphrases last; the first one scores the findings. Empty for a
+            model without `prompts`.
+        named_sets: number of prompt sets that are not paraphrases.
+        statements: class -> a statement and its denial; empty for a model without `statement_scores`.
+        compares_texts: whether the model has `set_texts` and `text_scores`.
         reads_text: whether findings also depend on the text of the batch.
-        confidence_is: what the confidence is, for the page.
+        confidence_is: description of the confidence, for the page.
     """
 
     names: tuple[str, ...] = ()
@@ -53,31 +55,34 @@ class Scorer(abc.ABC):
 
     @abc.abstractmethod
     def encode(self, batch: Batch) -> Any:
-        """Return the images of a batch as the other methods take them."""
+        """Return the encoded images of a batch, in the form that the other methods of this class take."""
 
     @abc.abstractmethod
     def confidence(self, images: Any) -> Tensor:
-        """Return (B,)."""
+        """Return (B,): the confidence of each image, as described by `confidence_is`."""
 
     def findings(self, images: Any) -> Tensor:
-        """Return (B, L), columns as in `names`."""
-        raise NotImplementedError
+        """Return (B, L): the scores of the findings, columns as in `names`."""
+        raise self._not_implemented("names")
 
     def prompts(self, images: Any) -> Tensor:
         """Return (B, K, L): the scores of the findings under every prompt set."""
-        raise NotImplementedError
+        raise self._not_implemented("prompt_sets")
 
     def statement_scores(self, images: Any) -> Tensor:
-        """Return (B, S): the scores of each statement and its denial, in turn."""
-        raise NotImplementedError
+        """Return (B, S): the scores of each statement, followed by that of its denial."""
+        raise self._not_implemented("statements")
 
     def set_texts(self, texts: Sequence[str]) -> None:
-        """Encode the texts that `text_scores` counts by index."""
-        raise NotImplementedError
+        """Encode the texts whose indices `text_scores` takes."""
+        raise self._not_implemented("compares_texts")
 
     def text_scores(self, images: Any, image_Q: Tensor, text_Q: Tensor) -> Tensor:
-        """Return (Q,): the score of each pair of indices of an image and a text."""
-        raise NotImplementedError
+        """Return (Q,): the score of each pair of an image and a text, given by their indices."""
+        raise self._not_implemented("compares_texts")
+
+    def _not_implemented(self, attribute: str) -> NotImplementedError:
+        return NotImplementedError(f"{type(self).__name__} has no such scores; check its attribute {attribute!r} first")
 
 
 class ClassifierScorer(Scorer):
@@ -112,7 +117,7 @@ class DualScorer(Scorer):
         names: findings that all of them have, without No Finding.
         autocast: dtype of the image encoder.
 
-    Raises ConfigError for prompts whose scores depend on the other images.
+    Raises ConfigError for prompts whose scores depend on the other images of the test set.
     """
 
     compares_texts = True

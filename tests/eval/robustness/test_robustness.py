@@ -126,6 +126,31 @@ class ReadingScorer(MeanScorer):
         return torch.tensor(found, dtype=torch.float64)
 
 
+class BareScorer(Scorer):
+    """No more than every scorer has."""
+
+    confidence_is = "none"
+
+    def encode(self, batch: Batch) -> Tensor:
+        return batch.image_BCHW
+
+    def confidence(self, images: Tensor) -> Tensor:
+        return images.mean(dim=(1, 2, 3))
+
+
+def test_optional_scores_name_the_attribute_to_check() -> None:
+    scorer, none = BareScorer(), torch.zeros(0)
+    for call, attribute in (
+        (lambda: scorer.findings(none), "names"),
+        (lambda: scorer.prompts(none), "prompt_sets"),
+        (lambda: scorer.statement_scores(none), "statements"),
+        (lambda: scorer.set_texts([]), "compares_texts"),
+        (lambda: scorer.text_scores(none, none, none), "compares_texts"),
+    ):
+        with pytest.raises(NotImplementedError, match=f"'{attribute}'"):
+            call()
+
+
 def evaluate(scorer: Scorer, corruptions: Sequence[str] = ("contrast",), **others: Any) -> dict[str, MetricRow]:
     source = patients()
     versions = corruption_versions(corruptions)
