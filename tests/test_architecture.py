@@ -351,6 +351,21 @@ def test_tests_do_not_import_tests() -> None:
                 assert node.module != "conftest", path
 
 
+def test_tests_replace_attributes_of_modules_in_a_context() -> None:
+    """By monkeypatch or mock.patch.object, never by an assignment, which would last."""
+    for path in sorted((ROOT / "tests").rglob("*.py")):
+        nodes = list(ast.walk(parse(path)))
+        names = {
+            (alias.asname or alias.name).split(".")[0]
+            for node in nodes
+            if isinstance(node, ast.Import | ast.ImportFrom)
+            for alias in node.names
+        }
+        for node in nodes:
+            if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+                assert ast.unparse(node).split(".")[0] not in names, f"{path}: {ast.unparse(node)} is assigned to"
+
+
 def test_tests_mirror_the_packages() -> None:
     """A folder of tests has the name of the package that it tests."""
     folders = {path.parent.relative_to(ROOT / "tests") for path in (ROOT / "tests").rglob("test_*.py")}

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import IO, Any
+from unittest import mock
 
 import torch
 
@@ -98,12 +99,12 @@ def _become(
     paths = [folder if module else str(Path(words[0]).parent), *environment.get("PYTHONPATH", "").split(os.pathsep)]
     sys.path[:0] = [path for path in paths if path]
     multiprocessing.set_start_method(None, force=True)  # the default of this system, not that of the fork server
-    subprocess.run = _run_nested
-    sys.argv = words[module:]
-    if module:
-        runpy.run_module(words[1], run_name="__main__", alter_sys=True)
-    else:
-        runpy.run_path(words[0], run_name="__main__")
+    sys.argv[:] = words[module:]
+    with mock.patch.object(subprocess, "run", _run_nested):
+        if module:
+            runpy.run_module(words[1], run_name="__main__", alter_sys=True)
+        else:
+            runpy.run_path(words[0], run_name="__main__")
 
 
 _run = subprocess.run

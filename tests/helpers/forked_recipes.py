@@ -55,7 +55,7 @@ def _answer(words: list[str], folder: str) -> dict[str, Any]:
             for number, file in enumerate((stdout, stderr), start=1):
                 os.dup2(file.fileno(), number)
             os.chdir(folder)
-            sys.argv = words
+            sys.argv[:] = words
             try:
                 runpy.run_path(words[0], run_name="__main__")
             finally:

@@ -16,7 +16,6 @@ from helpers.train_ranks import training
 from medvl.schema import Batch
 from medvl.train import rank_and_world
 from medvl.train.doctor.nodes import check_nodes
-from medvl.train.fault_tolerance import checkpoint
 from medvl.train.parallel.distributed import join
 
 
@@ -50,5 +49,5 @@ def main(folder: Path) -> None:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    checkpoint.model_files = fakes.FakeModelFiles
-    main(Path(sys.argv[1]))
+    with fakes.fake_files():
+        main(Path(sys.argv[1]))

@@ -55,7 +55,7 @@ def run(run_dir: Path, model: nn.Module, **settings: Any) -> TrainResult:
     rank, world = rank_and_world()
     loader, real = fakes.FakeLoader(16, 8, rank, world), not isinstance(model, fakes.TwoTowers)
     sharded = {"shard_weights": True, "sharded_checkpoints": True, "log_every": 1, "keep_last": 1}
-    with mock.patch.object(checkpoint, "model_files", (lambda: model_checkpoint) if real else fakes.FakeModelFiles):
+    with fakes.fake_files((lambda: model_checkpoint) if real else fakes.FakeModelFiles):
         return fakes.train(
             model,
             Pairs(16, 8, rank, world) if real else loader,
@@ -123,30 +123,22 @@ def full_disk(folder: Path) -> dict[str, Any]:
     """Train while the disk of rank 1 is full for the second checkpoint; return what this rank noticed."""
     from medvl.train.fault_tolerance import checkpoint_parts
 
-    original, calls = checkpoint_parts.write_parts, 0
+    writer, calls = torch.distributed.checkpoint.HuggingFaceStorageWriter, 0
+    original, untouched = checkpoint_parts.write_parts, writer.write_data
+
+    def refuse(*arguments: Any) -> Any:
+        if calls == 3 and rank_and_world()[0] == 1:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return untouched(*arguments)
 
     def write(*arguments: Any) -> None:
         nonlocal calls
         calls += 1
-        if calls == 3:
-            torch.distributed.checkpoint.HuggingFaceStorageWriter.write_data = refuse
-        try:
+        with mock.patch.object(writer, "write_data", refuse):
             original(*arguments)
-        finally:
-            torch.distributed.checkpoint.HuggingFaceStorageWriter.write_data = untouched
 
-    untouched = torch.distributed.checkpoint.HuggingFaceStorageWriter.write_data
-
-    def refuse(*arguments: Any) -> Any:
-        if rank_and_world()[0] == 1:
-            raise OSError(errno.ENOSPC, "No space left on device")
-        return untouched(*arguments)
-
-    checkpoint_parts.write_parts = write
-    try:
+    with mock.patch.object(checkpoint_parts, "write_parts", write):
         result = run(folder / "disk", towers(), epochs=2, checkpoint_every=2)
-    finally:
-        checkpoint_parts.write_parts = original
     return {"step": result.step, "failures": result.save_failures, "last": result.last.name}
 
 

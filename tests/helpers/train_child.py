@@ -23,7 +23,6 @@ from helpers.train_fakes import FakeLoader
 from medvl.data.loading.worker_errors import with_worker_errors
 from medvl.schema import Batch
 from medvl.train import Cosine
-from medvl.train.fault_tolerance import checkpoint
 
 WATCHED = {
     *("open", "os.rename", "os.remove", "os.rmdir", "os.mkdir", "os.symlink", "os.link", "os.truncate"),
@@ -136,17 +135,6 @@ def kill_at_every_write(folder: Path) -> None:
     sys.stdout.write(f"killed {killed} same {same}\n")
 
 
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    checkpoint.model_files = fakes.FakeModelFiles
-    if sys.argv[1] == "writes":
-        kill_at_every_write(Path(sys.argv[2]))
-    elif sys.argv[1] == "workers":
-        run(Path(sys.argv[2]), steps=1000, loader=Workers())
-    else:
-        run(Path(sys.argv[2]), *map(int, sys.argv[3:]))
-
-
 class Dying(FakeLoader):
     """Batches from two worker processes, which die at a batch of the second epoch."""
 
@@ -165,3 +153,14 @@ class Dying(FakeLoader):
             self.position += 1
             yield next(handed_out)
         self.epoch, self.position = self.epoch + 1, 0
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    with fakes.fake_files():
+        if sys.argv[1] == "writes":
+            kill_at_every_write(Path(sys.argv[2]))
+        elif sys.argv[1] == "workers":
+            run(Path(sys.argv[2]), steps=1000, loader=Workers())
+        else:
+            run(Path(sys.argv[2]), *map(int, sys.argv[3:]))

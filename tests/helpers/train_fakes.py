@@ -3,9 +3,11 @@
 import dataclasses
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Literal
+from unittest import mock
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -17,6 +19,7 @@ from medvl.losses.gather import gather
 from medvl.models.weights import read_weights
 from medvl.schema import Batch, Losses
 from medvl.train import OptimConfig, TrainConfig
+from medvl.train.fault_tolerance import checkpoint
 from medvl.train.loop.step import Step
 from medvl.train.optim.optimizer import build_optimizer
 from medvl.train.optim.precision import Precision
@@ -145,6 +148,11 @@ class FakeModelFiles:
 
     def load_weights(self, model: nn.Module, folder: Path) -> None:
         model.load_state_dict(read_weights(folder), strict=True)
+
+
+def fake_files(files: Callable[[], Any] = FakeModelFiles) -> AbstractContextManager[Any]:
+    """Return a context in which checkpoints are written and read by `files`."""
+    return mock.patch.object(checkpoint, "model_files", files)
 
 
 def valid_batches(rank: int = 0, world: int = 1, count: int = 5, size: int = 4) -> list[Batch]:

@@ -27,7 +27,6 @@ from medvl.models.dual_encoders.parts.heads import MaskedBatchNorm
 from medvl.models.eval_mode import evaluating
 from medvl.schema import Batch, Losses
 from medvl.train import Cosine, rank_and_world
-from medvl.train.fault_tolerance import checkpoint
 from medvl.train.loop.validate import validation_loss
 from medvl.train.optim.precision import Precision
 from medvl.train.parallel.distributed import RankInfo, join
@@ -223,11 +222,8 @@ def check_disk(folder: Path) -> Any:
                 raise OSError(errno.ENOSPC, "No space left on device")
             super().save(*arguments, **options)
 
-    checkpoint.model_files = Full
-    try:
+    with fakes.fake_files(Full):
         result = training(folder / "disk", log_every=1)
-    finally:
-        checkpoint.model_files = fakes.FakeModelFiles
     return {"step": result.step, "failures": result.save_failures, "saves": saves[0]}
 
 
@@ -282,8 +278,12 @@ def check_more_ranks(folder: Path) -> Any:
     lines: list[str] = []
     handler = logging.Handler(logging.WARNING)
     handler.emit = lambda record: lines.append(record.getMessage())
-    logging.getLogger("medvl").addHandler(handler)
-    result = training(folder / "one", epochs=4)
+    logger = logging.getLogger("medvl")
+    logger.addHandler(handler)
+    try:
+        result = training(folder / "one", epochs=4)
+    finally:
+        logger.removeHandler(handler)
     return {"step": result.step, "warnings": lines}
 
 
@@ -311,11 +311,11 @@ CHECKS: dict[str, Callable[[Path], Any]] = {
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    checkpoint.model_files = fakes.FakeModelFiles
     target, names = Path(sys.argv[1]), sys.argv[2:]
     if names != ["signal"]:  # there train itself joins the ranks
         dist.init_process_group("gloo")
-    for check in names:
-        (target / f"{check}-{rank_and_world()[0]}.json").write_text(json.dumps(CHECKS[check](target)))
+    with fakes.fake_files():
+        for check in names:
+            (target / f"{check}-{rank_and_world()[0]}.json").write_text(json.dumps(CHECKS[check](target)))
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -117,8 +118,8 @@ def _convert_with_a_small_limit(folder: Path, deid: Deidentifier) -> tuple[int, 
     """Convert a plan with a PNG bomb. Returns (samples, skipped by reason, whether the limit was lifted afterwards)."""
     plan = make_plan(folder / "images", 4, bad={2: png_bomb(8000)})
     before = resource.getrlimit(resource.RLIMIT_DATA)
-    local_engine.WORKER_BYTES = 48 << 20
-    (manifest,) = write_shards(plan, deid, ShardRun(out=folder / "out", workers=1, max_skipped=1), OPTIONS).values()
+    with mock.patch.object(local_engine, "WORKER_BYTES", 48 << 20):
+        (manifest,) = write_shards(plan, deid, ShardRun(out=folder / "out", workers=1, max_skipped=1), OPTIONS).values()
     np.empty(256 << 20, np.uint8).fill(1)
     return manifest.samples, dict(manifest.skipped), resource.getrlimit(resource.RLIMIT_DATA) == before
 
