@@ -20,6 +20,8 @@ _SCHEMA = "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
 
 
 class _Loader(importlib.abc.Loader):
+    """Loader that runs torchvision again with the missing operators declared, where the native loader fails."""
+
     def __init__(self, native: importlib.abc.Loader) -> None:
         self.native = native
         self.library: object | None = None  # declared schemas are removed with this object
@@ -48,6 +50,8 @@ class _Loader(importlib.abc.Loader):
 
 
 class _Finder(importlib.abc.MetaPathFinder):
+    """Finder that wraps the loader of torchvision and of no other module."""
+
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:

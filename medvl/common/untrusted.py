@@ -100,6 +100,8 @@ def parse_json(data: str | bytes, object_pairs_hook: Callable[[list[tuple[str, A
 
 
 class _PlainTreeBuilder(ElementTree.TreeBuilder):
+    """Tree builder that refuses document types."""
+
     def doctype(self, name: str, pubid: str | None, system: str | None) -> None:
         raise CorpusError("a document type is not allowed", "unsupported")
 

@@ -116,6 +116,8 @@ def _row_counts(x_BE: Tensor) -> list[int]:
 
 
 class _Gather(torch.autograd.Function):
+    """Concatenation of the rows of all ranks, `counts` rows each; the gradient is summed over the ranks."""
+
     @staticmethod
     def forward(ctx: Any, x_BE: Tensor, counts: list[int]) -> Tensor:
         ctx.counts = counts

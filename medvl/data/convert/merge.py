@@ -30,17 +30,20 @@ _SHOWN = 5
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Part:
+    """Finished conversion of a part of a corpus."""
+
     folder: Path
     private: PrivateFolder
     conversion: Conversion
 
     @property
     def name(self) -> str:
+        """Part and folder, for messages."""
         return f"part {self.conversion.part} in {self.folder}"
 
     @property
     def number(self) -> tuple[int, int]:
-        """(i, n) of part i/n."""
+        """Numbers i and n of part i/n."""
         return parse_part(self.conversion.part or "")
 
 

@@ -139,11 +139,13 @@ class _TextColumn:
         self._pending: list[bytes] = []
 
     def append(self, text: str) -> None:
+        """Add a string to the end of the column."""
         self._pending.append(text.encode("utf-8", "surrogatepass"))
         if len(self._pending) == _BLOCK:
             self._flush()
 
     def values(self) -> np.ndarray:
+        """Return the strings as UTF-8 bytes (N,), in the order in which they were added."""
         self._flush()
         return np.concatenate(self._blocks)
 

@@ -118,12 +118,15 @@ def write_regions(
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Run:
+    """Steps of `write_regions`, for one folder of shards and one detector."""
+
     source: ShardSource
     detector: RegionDetector
     options: RegionOptions
     folder: Path
 
     def manifest(self, shards: Sequence[RegionShard]) -> RegionManifest:
+        """Return the manifest of the finished regions of all shards."""
         kept = {"batch": self.options.batch, "full_precision": self.options.full_precision}
         return RegionManifest(
             detector=self.detector.name,

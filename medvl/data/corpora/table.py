@@ -146,12 +146,15 @@ class _Labels:
 
     @property
     def names(self) -> tuple[str, ...]:
+        """All label names, in the order of the shards' label columns."""
         categories = [f"{column}={word}" for column, words in self.by_category.items() for word in words]
         return (*self.plain, *categories, *self.tags)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _RowReader:
+    """Converter of rows to samples, with the settings of `plan`."""
+
     table: Path
     root: Path
     columns: TableColumns
@@ -164,6 +167,7 @@ class _RowReader:
     keep_imageless: bool
 
     def sample(self, number: int, row: Mapping[str, Any]) -> Sample:
+        """Return the sample of a row. Raises CorpusError for an empty required cell or an invalid value."""
         columns = self.columns
         image_text = _cell(row[columns.image_column]) if columns.image_column else ""
         patient_text = _cell(row[columns.patient_column])

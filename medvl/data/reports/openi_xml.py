@@ -169,6 +169,7 @@ class _Bounded(io.BufferedIOBase):
         self._left = MAX_ARCHIVE_BYTES
 
     def read(self, size: int | None = -1, /) -> bytes:
+        """Return up to `size` unpacked bytes. Raises CorpusError beyond the limit and for an unknown size."""
         if size is None or not 0 <= size <= self._left:
             raise CorpusError("the archive is far larger than the collection: not NLMCXR_reports.tgz", "too_large")
         self._left -= size

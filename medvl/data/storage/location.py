@@ -208,6 +208,7 @@ class _BlockStream(io.RawIOBase):
         return True
 
     def readinto(self, buffer: Any) -> int:
+        """Fill the buffer and return the number of bytes; 0 at the end. Raises StorageError when the file is gone."""
         size = min(len(buffer), self._size - self._offset)
         if not size:
             return 0

@@ -125,7 +125,7 @@ def read_tar(tar: Location, suffixes: set[str]) -> Iterator[dict[str, Any]]:
 
 
 class _CheckedStream:
-    """A stream of a tar that looks at every header on its way to the library."""
+    """Stream of a tar file that checks every header before the webdataset library sees it."""
 
     def __init__(self, stream: BinaryIO, where: str) -> None:
         self._stream, self._where = stream, where
@@ -139,6 +139,7 @@ class _CheckedStream:
             raise self._refused("it ends early; copy it again", "truncated")
 
     def read(self, size: int) -> bytes:
+        """Return up to `size` bytes of the tar file. Raises ShardError when a header among them is not allowed."""
         data = self._stream.read(size)
         place = 0
         while place < len(data):
@@ -167,7 +168,7 @@ class _CheckedStream:
             raise self._refused("its header is damaged, or it is compressed: unpack it first", "malformed")
         size = int(digits, 8)
         if kind not in _PLAIN and kind not in _EXTENDED:
-            raise self._refused("a member is no plain file", "unsupported")
+            raise self._refused("a member is not a regular file", "unsupported")
         if size > (_MAX_EXTENDED_BYTES if kind in _EXTENDED else _MAX_MEMBER_BYTES):
             raise self._refused(f"a member of {size} bytes is over the limit", "too_large")
         self._content = -(-size // _BLOCK) * _BLOCK if kind not in b"15" else 0

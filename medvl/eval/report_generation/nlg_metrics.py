@@ -114,6 +114,7 @@ class _NoSynonyms:
     """Replacement of WordNet for nltk: no word has synonyms."""
 
     def synsets(self, word: str) -> list[object]:
+        """Return an empty list."""
         return []
 
 

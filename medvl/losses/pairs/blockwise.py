@@ -192,6 +192,8 @@ def _fused_if_possible(function: Callable[..., Any], tensor: Tensor) -> Callable
 
 
 class _InfoNCE(torch.autograd.Function):
+    """InfoNCE in both directions. Saves the log-sum-exp of rows and columns, and recomputes the logits in backward."""
+
     @staticmethod
     def forward(
         ctx: Any,
@@ -248,6 +250,8 @@ class _InfoNCE(torch.autograd.Function):
 
 
 class _PairwiseSigmoid(torch.autograd.Function):
+    """Pairwise sigmoid loss, whose gradients are computed in the forward pass."""
+
     @staticmethod
     def forward(
         ctx: Any,

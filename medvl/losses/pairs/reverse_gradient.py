@@ -44,6 +44,8 @@ def modality_confusion(discriminator: nn.Module, image_NE: Tensor, text_ME: Tens
 
 
 class _Reverse(torch.autograd.Function):
+    """Identity whose gradient is multiplied by -weight."""
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: float) -> Tensor:
         ctx.weight = weight
