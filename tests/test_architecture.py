@@ -101,7 +101,9 @@ SUBPACKAGES: dict[str, dict[str, set[str]]] = {
         "report_generation": {"core", "html"},
         "generation": {"core", "html", "classification", "probing"},
         "text_tasks": {"core", "html", "probing"},
-        "compare": {"core", "html"},
+        "compare": {
+            *("core", "html", "classification", "retrieval", "dense", "matching", "vqa", "report_generation"),
+        },
     },
     "phantom": {"population": set(), "language": {"population"}, "rendering": {"population"}},
     "export": {"importers": set(), "exporters": {"importers"}},

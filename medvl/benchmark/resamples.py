@@ -33,18 +33,15 @@ def write_resamples(folder: Path, resamples: int) -> None:
     items = read_items(folder, results)
     if items is None or not resamples:
         return
-    kept = [place for place, name in enumerate(items.rows) if "(" not in name]
-    values = [
-        items.statistic(counts_NR)[:, kept]
-        for counts_NR in resample_counts(len(items.names), resamples, 0, items.groups)
-    ]
+    whole = dataclasses.replace(items, metric_groups=items.without_subgroups)
+    values = [whole.statistic(counts_NR) for counts_NR in resample_counts(len(items.names), resamples, 0, items.groups)]
     content = json.dumps([items.names, items.groups], default=str).encode()
     path = folder / FILE
     aside = path.with_name(f".{FILE}")
     with aside.open("wb") as file:
         np.savez_compressed(
             file,
-            names=np.array([items.rows[place] for place in kept]),
+            names=np.array(whole.rows),
             values_RK=np.concatenate(values).astype(np.float32),
             items=np.array(hashlib.sha256(content).hexdigest()),
         )

@@ -31,6 +31,7 @@ from medvl.eval.core.interfaces import Loader, Model, SupportsPriors
 from medvl.eval.core.metric_rows import MetricGroup, MetricRow, measure
 from medvl.eval.core.metrics import Array
 from medvl.eval.core.results import Results
+from medvl.eval.core.subgroups import subgroups_of
 from medvl.models.eval_mode import evaluating
 from medvl.schema import Batch, Embeddings, Sample
 
@@ -52,10 +53,12 @@ class ChangeResult:
     """Index of the class in `CHANGES`; -1 without a label."""
 
     def predictions(self) -> Iterator[Mapping[str, Any]]:
-        """Yield one JSON line per image: key, and scores and label of each labelled finding."""
+        """Yield one JSON line per image: key, patient, subgroups, and scores and label of each labelled finding."""
         for sample, scores_LC, truth_L in zip(self.samples, self.scores_NLC, self.truth_NL, strict=True):
             yield {
                 "key": sample.key,
+                "patient": sample.patient,
+                "subgroups": subgroups_of(sample),
                 "prior": sample.extra.get("prior"),
                 "findings": {
                     name: {"label": CHANGES[truth], "scores": dict(zip(CHANGES, scores_C.tolist(), strict=True))}
@@ -97,7 +100,7 @@ def change_classification(
     scores_NLC, keys, without_prior, unreadable = _score(model, loader, prompts, findings, by_key, use_prior)
     positions, samples = zip(*(by_key[key] for key in keys), strict=True)
     truth_NL = np.array([[CHANGES.index(_change(s)[f]) if f in _change(s) else -1 for f in findings] for s in samples])
-    groups, patients = [_accuracies(scores_NLC, truth_NL, findings)], [sample.patient for sample in samples]
+    groups, patients = [change_metrics(scores_NLC, truth_NL, findings)], [sample.patient for sample in samples]
     rows = measure(groups, len(samples), resamples=resamples, seed=seed, groups=patients)
     results = Results(
         protocol=PROTOCOL,
@@ -170,7 +173,7 @@ def _embed(model: Model, batch: Batch, use_prior: bool) -> Embeddings:
     return model.embed_with_prior(batch.image_BCHW, batch.prior_image_BCHW, batch.has_prior_B)
 
 
-def _accuracies(scores_NLC: Array, truth_NL: NDArray[np.int64], findings: Sequence[str]) -> MetricGroup:
+def change_metrics(scores_NLC: Array, truth_NL: NDArray[np.int64], findings: Sequence[str]) -> MetricGroup:
     """Return accuracy and macro accuracy of each finding, and their means over findings."""
     items, count, classes = scores_NLC.shape
     of_truth_NL1 = np.take_along_axis(scores_NLC, np.maximum(truth_NL, 0)[..., None], axis=2)

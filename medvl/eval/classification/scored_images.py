@@ -14,12 +14,12 @@ import numpy as np
 
 from medvl.errors import EvaluationError
 from medvl.eval.classification.label_policy import ResolvedLabels
-from medvl.eval.classification.subgroups import subgroups
 from medvl.eval.core.full_pass import check_disjoint_patients
 from medvl.eval.core.metric_rows import MetricGroup, calibration_metrics, decision_metrics, measure, ranking_metrics
 from medvl.eval.core.metrics import ECE_BINS, Array, choose_threshold
 from medvl.eval.core.results import Results, format_table
 from medvl.eval.core.subgroup_metrics import subgroup_metrics
+from medvl.eval.core.subgroups import subgroup_masks, subgroups_of
 from medvl.schema import COMPETITION_FINDINGS, Sample
 
 BootstrapUnit = Literal["patient", "image"]
@@ -91,17 +91,12 @@ class ClassificationResult:
     def predictions(self) -> Iterator[dict[str, Any]]:
         """Yield key, patient, subgroups, scores and labels (NaN: left out) of each image, for `write_results`."""
         images = self.images
-        groups: list[dict[str, str]] = [{} for _ in images.samples]
-        for attribute, masks in subgroups(images.samples).items():
-            for name, mask_N in masks.items():
-                for number in np.flatnonzero(mask_N).tolist():
-                    groups[number][attribute] = name
-        rows = zip(images.samples, groups, images.scores_NL.tolist(), images.labels_NL.tolist(), strict=True)
-        for sample, of_sample, scores, labels in rows:
+        rows = zip(images.samples, images.scores_NL.tolist(), images.labels_NL.tolist(), strict=True)
+        for sample, scores, labels in rows:
             yield {
                 "key": sample.key,
                 "patient": sample.patient,
-                "subgroups": of_sample,
+                "subgroups": subgroups_of(sample),
                 "scores": dict(zip(images.names, scores, strict=True)),
                 "labels": dict(zip(images.names, labels, strict=True)),
             }
@@ -178,8 +173,9 @@ def evaluate_scores(
         inputs: hashes of the inputs.
         details: further details.
     """
+    masks_of = subgroup_masks([*map(subgroups_of, test.samples)])
     of_subgroups, labels_in_mean = subgroup_metrics(
-        test.scores_NL, test.labels_NL, test.names, subgroups(test.samples), config["smallest_subgroup"]
+        test.scores_NL, test.labels_NL, test.names, masks_of, config["smallest_subgroup"]
     )
     rows = measure(
         [*metric_groups, *of_subgroups],

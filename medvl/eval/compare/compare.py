@@ -7,6 +7,9 @@ Differences are paired: both runs are evaluated on the same resamples of the sam
 (`medvl.eval.compare.predictions`), which removes the variation between items that both share. A paired interval can
 exclude 0 where two separate intervals overlap. If the predictions name patients, patients are resampled.
 
+If the predictions name the subgroups of their items (view, sex, age, ...), every metric that they determine is also
+compared within each subgroup, whatever the task.
+
 Shape letters: R resamples, K rows.
 """
 
@@ -18,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from medvl.errors import EvaluationError
-from medvl.eval.compare.predictions import Items, read_items
+from medvl.eval.compare.predictions import Items, read_items, with_subgroups
 from medvl.eval.core.bootstrap import bootstrap
 from medvl.eval.core.curves import RocCurve, roc_curve
 from medvl.eval.core.metric_rows import MetricRow
@@ -140,6 +143,11 @@ def compare(runs: Sequence[Run], *, force: bool = False, resamples: int = 1000, 
         raise EvaluationError(message, "mismatch", field="runs")
     notes += _settings(runs)
     items = [read_items(run.folder, run.results) for run in runs]
+    settings = {"resamples": resamples, "seed": seed}
+    runs = [
+        dataclasses.replace(run, results=with_subgroups(run.results, of_run, **settings))
+        for run, of_run in zip(runs, items, strict=True)
+    ]
     differences: list[Mapping[str, MetricRow]] = []
     for run, own_items in zip(runs[1:], items[1:], strict=True):
         paired = _paired(items[0], own_items, resamples, seed)
@@ -207,7 +215,7 @@ def _settings(runs: Sequence[Run]) -> list[str]:
 def _paired(first: Items | None, other: Items | None, resamples: int, seed: int) -> dict[str, MetricRow] | str:
     """Return row name -> other minus first, or the reason why the runs cannot be paired."""
     if first is None or other is None:
-        return "one of them has no predictions"
+        return "one of them has no predictions, or those of an earlier version"
     if first.names != other.names:
         return "their predictions are for different items"
     common = [name for name in first.rows if name in set(other.rows)]

@@ -11,7 +11,7 @@ import numpy as np
 from medvl.common.files import write_atomic
 from medvl.eval.compare.compare import Comparison, row_order
 from medvl.eval.core.metric_rows import MetricRow
-from medvl.eval.core.results import SUMMARY_TARGETS, format_table, format_value, to_json
+from medvl.eval.core.results import format_table, format_value, to_json
 from medvl.eval.html import plots
 from medvl.eval.html.header import dated, headline
 from medvl.eval.html.page import Page, Pictures, Section, Strip, plot_picture, slug, write_page
@@ -186,11 +186,11 @@ def _table(
 def _difference_plots(
     comparison: Comparison, whole: Sequence[MetricRow], parts: Sequence[MetricRow], prefix: str
 ) -> Iterator[Pictures]:
-    """Yield the paired differences of the first metric by class, and of its means by subgroup."""
-    metric = whole[0].metric if whole else ""
+    """Yield the paired differences of the first metric by class, and of its first mean by subgroup."""
+    metric, target = (whole[0].metric, whole[0].target) if whole else ("", "")
     for title, rows in (
         ("by class", [row for row in whole if row.metric == metric]),
-        ("by subgroup", [row for row in parts if row.metric == metric and row.target in SUMMARY_TARGETS]),
+        ("by subgroup", [row for row in parts if (row.metric, row.target) == (metric, target)]),
     ):
         known = [row for row in rows if any(row.name in of_run for of_run in comparison.differences)]
         if known:

@@ -1,14 +1,16 @@
-"""Metric groups recomputed from `predictions.jsonl`, to pair runs item by item.
+"""Items of a run, read from its `predictions.jsonl`, with the metrics over them and over their subgroups.
 
-A reader parses the lines of one protocol and gives the rows that they determine. Rows that need more (the other
-direction of a retrieval, calibration at thresholds) have no paired difference.
+Every line names its item, the bootstrap group of the item (patient) and its "subgroups" (attribute -> group), which
+`medvl.eval.core.subgroups` gives for an image. `READERS` has the metrics of each protocol. The same metrics are
+computed for each subgroup, from its lines alone, if the group has enough items (`smallest_subgroup` of the evaluation,
+else 10) and, for rows of binary labels, as many positives.
 
-Shape letters: N items, K rows.
+Shape letters: N items, R resamples, K rows.
 """
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +18,16 @@ import numpy as np
 
 from medvl.common.untrusted import parse_json
 from medvl.errors import EvaluationError
-from medvl.eval.core.metric_rows import MetricGroup, label_mean_metrics, mean_metrics, median_metric, ranking_metrics
+from medvl.eval.compare.readers import READERS, Line, Ranked, Reader
+from medvl.eval.core.metric_rows import MetricGroup, measure, ranking_metrics
 from medvl.eval.core.metrics import Array
 from medvl.eval.core.results import Results
-from medvl.eval.core.subgroup_metrics import subgroup_metrics
+from medvl.eval.core.subgroup_metrics import Masks, subgroup_metrics
+from medvl.eval.core.subgroups import subgroup_masks
 from medvl.schema import COMPETITION_FINDINGS
 
-Line = Mapping[str, Any]
+SMALLEST_SUBGROUP = 10
+"""Items that a metric of a subgroup needs, unless the settings of the evaluation have `smallest_subgroup`."""
 _TOLERANCE = 1e-6  # largest difference between a row of results.json and the same row from its predictions
 
 
@@ -42,43 +47,111 @@ class Items:
         """Names of the rows, in the order of `statistic`."""
         return [row.name for group in self.metric_groups for row in group.rows]
 
+    @property
+    def without_subgroups(self) -> tuple[MetricGroup, ...]:
+        """Metrics over all items."""
+        return tuple(group for group in self.metric_groups if not any(row.subgroup for row in group.rows))
+
     def statistic(self, counts_NR: Array) -> Array:
         """Return values_RK with columns as in `rows`."""
         return np.concatenate([group.statistic(counts_NR) for group in self.metric_groups], axis=1)
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Reader:
-    item: tuple[str, ...]  # fields that identify an item
-    group: str  # field of the bootstrap group
-    metric_groups: Callable[[Sequence[Line], Results], list[MetricGroup]]
-    scores: Callable[[Sequence[Line]], tuple[list[str], Array, Array]] | None = None
-
-
 def read_items(folder: Path, results: Results) -> Items | None:
-    """Read the items of an evaluation; None if it has no predictions or its protocol has no reader.
+    """Read the items of an evaluation.
+
+    None if it has no predictions, its protocol has no reader, or the predictions are of an earlier version.
 
     Raises EvaluationError if the lines are malformed, an item is repeated, or the values differ from the results.
     """
-    path, reader = folder / "predictions.jsonl", _READERS.get(results.protocol)
+    path, reader = folder / "predictions.jsonl", READERS.get(results.protocol)
     if reader is None or not path.is_file():
         return None
     try:
         lines = [parse_json(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+        if any(field not in line for line in lines for field in reader.needs):
+            return None
         named = sorted(
             ((tuple(line[field] for field in reader.item), line) for line in lines), key=lambda pair: pair[0]
         )
         names, lines = tuple(name for name, _ in named), [line for _, line in named]
         groups = tuple(line[reader.group] for line in lines) if all(reader.group in line for line in lines) else None
-        scores = () if reader.scores is None else tuple(_columns(*reader.scores(lines)))
-        items = Items(names, groups, tuple(reader.metric_groups(lines, results)), scores)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        ranked = reader.ranked(lines, results)
+        scores = () if ranked is None else tuple(ranked.columns())
+        items = Items(names, groups, tuple(_metric_groups(reader, lines, results, ranked)), scores)
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
         message = f"{path} is not a predictions file of {results.protocol} ({type(error).__name__})"
         raise EvaluationError(message, "malformed") from error
     if not names or len(set(names)) != len(names):
         raise EvaluationError(f"expected each item once in {path}, got none or duplicates; evaluate again", "malformed")
     _check(items, results, path)
     return items
+
+
+def with_subgroups(results: Results, items: Items | None, *, resamples: int, seed: int) -> Results:
+    """Return the results with the rows of subgroups that their items determine and the results do not have."""
+    if items is None:
+        return results
+    known = {row.name for row in results.rows}
+    missing = [
+        _columns(group, chosen)
+        for group in items.metric_groups
+        if (chosen := [n for n, row in enumerate(group.rows) if row.subgroup and row.name not in known])
+    ]
+    further = measure(missing, len(items.names), resamples=resamples, seed=seed, groups=items.groups)
+    return dataclasses.replace(results, rows=(*results.rows, *further))
+
+
+def _metric_groups(
+    reader: Reader, lines: Sequence[Line], results: Results, ranked: Ranked | None
+) -> Iterator[MetricGroup]:
+    masks_of = subgroup_masks([line.get("subgroups", {}) for line in lines])
+    smallest = int(results.config.get("smallest_subgroup", SMALLEST_SUBGROUP))
+    if ranked is not None:
+        yield from _ranking(ranked, masks_of, smallest)
+    yield from reader.metric_groups(lines, results)
+    for attribute, masks in masks_of.items():
+        for name, mask_N in masks.items():
+            rows = np.flatnonzero(mask_N).tolist()
+            for group in reader.metric_groups([lines[row] for row in rows], results):
+                yield _within(group, rows, f"{attribute}: {name}", smallest)
+
+
+def _within(group: MetricGroup, rows: Sequence[int], subgroup: str, smallest: int) -> MetricGroup:
+    """Return a group over the items of a subgroup for all items, without the rows of too few of them."""
+    kept = [
+        number
+        for number, row in enumerate(group.rows)
+        if not row.subgroup and row.n >= smallest and (row.n_positive is None or row.n_positive >= smallest)
+    ]
+
+    def statistic(counts_NR: Array) -> Array:
+        drawn_NR = counts_NR[rows]
+        any_R = drawn_NR.sum(axis=0) > 0
+        values_RK = group.statistic(np.where(any_R, drawn_NR, 1.0))
+        return np.where(any_R[:, None], values_RK, np.nan)
+
+    named = [dataclasses.replace(row, subgroup=subgroup) for row in group.rows]
+    return _columns(MetricGroup(named, statistic), kept)
+
+
+def _columns(group: MetricGroup, chosen: Sequence[int]) -> MetricGroup:
+    return MetricGroup([group.rows[n] for n in chosen], lambda counts_NR: group.statistic(counts_NR)[:, chosen])
+
+
+def _ranking(ranked: Ranked, masks_of: Masks, smallest: int) -> Iterator[MetricGroup]:
+    """Yield AUROC and average precision of every class, their means, and AUROC in subgroups."""
+    names, scores_NL, labels_NL, suffix = ranked
+    both_L = (labels_NL == 1).any(axis=0) & (labels_NL == 0).any(axis=0)
+    evaluable = [name for name, both in zip(names, both_L.tolist(), strict=True) if both]
+    means: dict[str, list[str]] = {"macro": evaluable}
+    if set(COMPETITION_FINDINGS) <= set(evaluable):
+        means["macro_competition"] = list(COMPETITION_FINDINGS)
+    for metric in ("auroc", "average_precision"):
+        group = ranking_metrics(metric, scores_NL, labels_NL, names, means=means)
+        rows = [dataclasses.replace(row, metric=f"{metric}{suffix}") for row in group.rows]
+        yield MetricGroup(rows, group.statistic)
+    yield from subgroup_metrics(scores_NL, labels_NL, names, masks_of, smallest)[0]
 
 
 def _check(items: Items, results: Results, path: Path) -> None:
@@ -90,84 +163,3 @@ def _check(items: Items, results: Results, path: Path) -> None:
         if not math.isclose(known, value, abs_tol=_TOLERANCE) and not (math.isnan(known) and math.isnan(value)):
             message = f"{path} gives {value:.6f} for {name}, but results.json has {known:.6f}; evaluate again"
             raise EvaluationError(message, "mismatch")
-
-
-def _scores(lines: Sequence[Line]) -> tuple[list[str], Array, Array]:
-    """Return classes, scores_NL and labels_NL."""
-    names = list(lines[0]["scores"])
-    scores_NL, labels_NL = (
-        np.array([[_number(line[field][name]) for name in names] for line in lines]) for field in ("scores", "labels")
-    )
-    return names, scores_NL, labels_NL
-
-
-def _columns(names: Sequence[str], scores_NL: Array, labels_NL: Array) -> Iterator[tuple[str, Array, Array]]:
-    yield from zip(names, scores_NL.T, labels_NL.T, strict=True)
-
-
-def _ranking(lines: Sequence[Line], results: Results) -> list[MetricGroup]:
-    """Return AUROC and average precision of every class, their means, and AUROC in subgroups."""
-    names, scores_NL, labels_NL = _scores(lines)
-    both_L = (labels_NL == 1).any(axis=0) & (labels_NL == 0).any(axis=0)
-    evaluable = [name for name, both in zip(names, both_L.tolist(), strict=True) if both]
-    means = {"macro": evaluable}
-    if set(COMPETITION_FINDINGS) <= set(evaluable):
-        means["macro_competition"] = list(COMPETITION_FINDINGS)
-    metrics = ("auroc", "average_precision")
-    overall = [ranking_metrics(metric, scores_NL, labels_NL, names, means=means) for metric in metrics]
-    groups = [line.get("subgroups", {}) for line in lines]
-    masks_of = {
-        attribute: {
-            name: np.array([of_line.get(attribute) == name for of_line in groups])
-            for name in sorted({of_line[attribute] for of_line in groups if attribute in of_line})
-        }
-        for attribute in dict.fromkeys(attribute for of_line in groups for attribute in of_line)
-    }
-    smallest = results.config["smallest_subgroup"] if masks_of else 0
-    return [*overall, *subgroup_metrics(scores_NL, labels_NL, names, masks_of, smallest)[0]]
-
-
-def _grounding(lines: Sequence[Line], results: Results) -> list[MetricGroup]:
-    labels = [line["label"] for line in lines]
-    metrics = [field for field in lines[0] if field not in ("key", "phrase", "patient", "label")]
-    return [label_mean_metrics(name, np.array([_number(line[name]) for line in lines]), labels) for name in metrics]
-
-
-def _retrieval(lines: Sequence[Line], results: Results) -> list[MetricGroup]:
-    """Return image-to-text metrics; the lines have no ranks of texts."""
-    rank_N = np.array([float(line["rank"]) for line in lines])
-    recalls = [mean_metrics(f"recall@{k}", (rank_N <= k)[:, None].astype(float), ["image_to_text"]) for k in (1, 5, 10)]
-    return [*recalls, median_metric("median_rank", rank_N, "image_to_text")]
-
-
-def _answers(lines: Sequence[Line], results: Results) -> list[MetricGroup]:
-    credit_N1 = np.array([[_number(line["model_credit"])] for line in lines])
-    return [mean_metrics("accuracy", credit_N1, ["overall"])]
-
-
-def _hidden_words(lines: Sequence[Line], results: Results) -> list[MetricGroup]:
-    """Return the accuracy of masked prediction, of all words and by kind."""
-    kinds = [line["kind"] for line in lines]
-    names = [field for field in lines[0] if field.startswith("right@")]
-    columns = {name: np.array([_number(line[name]) for line in lines]) for name in names}
-    return [
-        label_mean_metrics(name.replace("right", "accuracy"), column_N, kinds) for name, column_N in columns.items()
-    ]
-
-
-def _number(value: float | None) -> float:
-    return math.nan if value is None else float(value)
-
-
-_RANKING = _Reader(("key",), "patient", _ranking, _scores)
-_RANKS = _Reader(("key",), "text", _retrieval)
-_READERS = {
-    "zero_shot": _RANKING,
-    "classification": _RANKING,
-    "grounding": _Reader(("key", "phrase"), "patient", _grounding),
-    "image_text_retrieval": _RANKS,
-    "image_text_retrieval_reranked": _RANKS,
-    "masked_prediction": _Reader(("item",), "patient", _hidden_words),
-    "vqa": _Reader(("id",), "patient", _answers),
-}
-"""Protocol -> reader of its lines."""

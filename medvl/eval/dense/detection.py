@@ -32,6 +32,7 @@ from medvl.eval.core.interfaces import Loader
 from medvl.eval.core.metric_rows import MetricGroup, MetricRow, mean_metrics, measure
 from medvl.eval.core.metrics import Array
 from medvl.eval.core.results import Results
+from medvl.eval.core.subgroups import subgroups_of
 from medvl.eval.dense import box_metrics
 from medvl.eval.dense.annotated_images import AnnotatedImage, DenseModel, evaluate_images, headline_target, with_macro
 from medvl.eval.dense.box_metrics import (
@@ -61,15 +62,39 @@ class DetectedImage(AnnotatedImage):
     """By label."""
 
     def as_json(self, labels: Sequence[str]) -> dict[str, Any]:
-        """Return one line of the predictions file: boxes by decreasing score, in pixels of the published image."""
+        """Return one line of the predictions file: detected boxes by decreasing score, and the annotated ones ("true").
+
+        Boxes are in pixels of the published image. `read_detections` reads the line.
+        """
+        by_label = list(zip(labels, self.detections, strict=True))
         boxes = [
-            {"label": label, "x": left, "y": top, "width": right - left, "height": bottom - top, "score": score}
-            for label, detected in zip(labels, self.detections, strict=True)
-            for (left, top, right, bottom), score in zip(
-                detected.boxes_D4.tolist(), detected.scores_D.tolist(), strict=True
-            )
+            {**_box(label, edges), "score": score}
+            for label, detected in by_label
+            for edges, score in zip(detected.boxes_D4.tolist(), detected.scores_D.tolist(), strict=True)
         ]
-        return {"key": self.sample.key, "patient": self.sample.patient, "boxes": boxes}
+        truth = [_box(label, edges) for label, detected in by_label for edges in detected.truth_G4.tolist()]
+        names = {"key": self.sample.key, "patient": self.sample.patient, "subgroups": subgroups_of(self.sample)}
+        return {**names, "position": self.position, "boxes": boxes, "true": truth}
+
+
+def _box(label: str, edges: Sequence[float]) -> dict[str, Any]:
+    left, top, right, bottom = edges
+    return {"label": label, "x": left, "y": top, "width": right - left, "height": bottom - top}
+
+
+def read_detections(line: Mapping[str, Any], labels: Sequence[str]) -> tuple[ImageDetections, ...]:
+    """Return the detections and annotated boxes of each label from a line of `DetectionResult.predictions`."""
+
+    def boxes_N4(field: str, label: str) -> Array:
+        boxes = [box for box in line[field] if box["label"] == label]
+        sides_N4 = np.array([[box[side] for side in ("x", "y", "width", "height")] for box in boxes]).reshape(-1, 4)
+        return np.concatenate([sides_N4[:, :2], sides_N4[:, :2] + sides_N4[:, 2:]], axis=1).astype(np.float64)
+
+    scores = {label: [box["score"] for box in line["boxes"] if box["label"] == label] for label in labels}
+    return tuple(
+        ImageDetections(boxes_N4("boxes", label), np.array(scores[label], np.float64), boxes_N4("true", label))
+        for label in labels
+    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -117,16 +142,17 @@ def box_detection(
     inputs = input_hashes(checkpoint, manifest=loader, validation_manifest=valid_loader)
     labels = tuple(model.config.labels)
     images, counts = detect_images(model, loader)
-    matched = match_by_label(images, labels)
-    groups = [precision_group(match_by_label(images, labels, rules))]
+    detections = [image.detections for image in images]
+    matched = match_by_label(detections, labels)
     thresholds = None
     if valid_loader is not None:
         valid, _ = detect_images(model, valid_loader)
         check_disjoint_patients((i.sample.patient for i in valid), (i.sample.patient for i in images))
         thresholds = {
-            label: box_metrics.choose_score_threshold(one) for label, one in match_by_label(valid, labels).items()
+            label: box_metrics.choose_score_threshold(one)
+            for label, one in match_by_label([image.detections for image in valid], labels).items()
         }
-        groups += threshold_groups(matched, thresholds)
+    groups = detection_groups(detections, labels, rules, thresholds)
     patients = [image.sample.patient for image in images]
     results = Results(
         protocol=PROTOCOL,
@@ -175,15 +201,28 @@ def _detections(output_K5: Array, truth_N5: Array) -> ImageDetections:
 
 
 def match_by_label(
-    images: Sequence[DetectedImage],
+    images: Sequence[Sequence[ImageDetections]],
     labels: Sequence[str],
     convention: APConvention = box_metrics.AP_CONVENTIONS["medvl"],
 ) -> dict[str, MatchedDetections]:
-    """Match the detections of each label with its boxes."""
+    """Match the detections of each label, given by image and label, with its boxes."""
     return {
-        label: box_metrics.match_boxes([image.detections[index] for image in images], convention=convention)
+        label: box_metrics.match_boxes([of_image[index] for of_image in images], convention=convention)
         for index, label in enumerate(labels)
     }
+
+
+def detection_groups(
+    images: Sequence[Sequence[ImageDetections]],
+    labels: Sequence[str],
+    convention: APConvention,
+    thresholds: Mapping[str, float] | None,
+) -> list[MetricGroup]:
+    """Return the average precisions of detections by image and label, and with thresholds the metrics at these."""
+    groups = [precision_group(match_by_label(images, labels, convention))]
+    if thresholds is not None:
+        groups += threshold_groups(match_by_label(images, labels), thresholds)
+    return groups
 
 
 def precision_group(matched: Mapping[str, MatchedDetections]) -> MetricGroup:
@@ -240,7 +279,7 @@ class DetectionEval:
     def __call__(self, model: DetectorModel) -> dict[str, float]:
         """Return the metrics, means over labels, without intervals. Raises `EvaluationError`."""
         images, _ = detect_images(model, self.loader)
-        group = precision_group(match_by_label(images, model.config.labels))
+        group = precision_group(match_by_label([image.detections for image in images], model.config.labels))
         rows = measure([group], len(images), resamples=0)
         target = headline_target(model.config.labels)
         return {f"detection/{row.metric}": row.value for row in rows if row.target == target}

@@ -34,6 +34,7 @@ from medvl.eval.core.full_pass import check_disjoint_patients, input_hashes, sam
 from medvl.eval.core.interfaces import Loader
 from medvl.eval.core.metric_rows import MetricGroup, mean_metrics, measure
 from medvl.eval.core.results import Results
+from medvl.eval.core.subgroups import subgroups_of
 from medvl.eval.dense import mask_metrics
 from medvl.eval.dense.annotated_images import AnnotatedImage, DenseModel, evaluate_images, headline_target, with_macro
 from medvl.eval.dense.mask_metrics import THRESHOLDS, EmptyRule, MaskAreas, MaskThreshold, dice
@@ -77,7 +78,10 @@ class SegmentationResult:
     """Under the rule for empty masks; NaN for images that it skips."""
 
     def predictions(self) -> Iterator[dict[str, Any]]:
-        """Yield per image its Dice, and the shares of its pixels in the predicted and in the annotated mask."""
+        """Yield per image its Dice, and the shares of its pixels in the predicted mask, the annotated one, and both.
+
+        `read_areas` reads the areas of the masks from these lines.
+        """
         for image, dice_L in zip(self.images, self.dice_NL.tolist(), strict=True):
             areas = {
                 label: _at(areas, self.thresholds[label]) for label, areas in zip(self.labels, image.areas, strict=True)
@@ -85,9 +89,13 @@ class SegmentationResult:
             yield {
                 "key": image.sample.key,
                 "patient": image.sample.patient,
+                "subgroups": subgroups_of(image.sample),
+                "pixels": int(image.areas[0].pixels_N.item()),
                 "dice": dict(zip(self.labels, dice_L, strict=True)),
+                "pixel_auroc": dict(zip(self.labels, image.pixel_auroc_L.tolist(), strict=True)),
                 "marked": {label: one.predicted_NT.item() / one.pixels_N.item() for label, one in areas.items()},
                 "true": {label: one.truth_N.item() / one.pixels_N.item() for label, one in areas.items()},
+                "both": {label: one.intersection_NT.item() / one.pixels_N.item() for label, one in areas.items()},
             }
 
 
@@ -132,8 +140,7 @@ def mask_segmentation(
     patients = [image.sample.patient for image in images]
     source = "fixed" if valid_loader is None else "chosen on validation images"
     config = {"empty": empty, "side": side, "threshold_source": source, "resamples": resamples, "seed": seed}
-    auroc_NL = np.stack([image.pixel_auroc_L for image in images])
-    groups = [*mask_groups(areas, empty), with_macro(mean_metrics("pixel_auroc", auroc_NL, list(labels)))]
+    groups = segmentation_groups(areas, np.stack([image.pixel_auroc_L for image in images]), empty)
     for name, other in (other_texts or {}).items():
         groups += _text_groups(name, areas, _at_thresholds(segment_images(model, other, side)[0], thresholds), empty)
     results = Results(
@@ -191,6 +198,28 @@ def mask_groups(areas: Mapping[str, MaskAreas], empty: EmptyRule) -> list[Metric
     }
     means = [mean_metrics(metric, np.concatenate(values, axis=1), list(areas)) for metric, values in columns.items()]
     return [with_macro(group) for group in [*means, *mask_metrics.pooled_metrics(areas)]]
+
+
+def segmentation_groups(
+    areas: Mapping[str, MaskAreas], pixel_auroc_NL: NDArray[np.float64], empty: EmptyRule
+) -> list[MetricGroup]:
+    """Return `mask_groups` and "pixel_auroc"."""
+    return [*mask_groups(areas, empty), with_macro(mean_metrics("pixel_auroc", pixel_auroc_NL, list(areas)))]
+
+
+def read_areas(lines: Sequence[Mapping[str, Any]], labels: Sequence[str]) -> dict[str, MaskAreas]:
+    """Return label -> areas of the masks of all lines of `SegmentationResult.predictions`."""
+    pixels_N = np.array([float(line["pixels"]) for line in lines])
+
+    def areas_N(field: str, label: str) -> NDArray[np.float64]:
+        return np.round(np.array([float(line[field][label]) for line in lines]) * pixels_N)
+
+    return {
+        label: MaskAreas(
+            areas_N("both", label)[:, None], areas_N("marked", label)[:, None], areas_N("true", label), pixels_N
+        )
+        for label in labels
+    }
 
 
 def _text_groups(

@@ -33,6 +33,7 @@ from medvl.eval.core.full_pass import FullPass, input_hashes, samples_by_key
 from medvl.eval.core.interfaces import Loader
 from medvl.eval.core.metric_rows import MetricRow, label_mean_metrics, measure
 from medvl.eval.core.results import Results
+from medvl.eval.core.subgroups import subgroups_of
 from medvl.eval.grounding.heatmaps import Maps, choose_maps, phrase_maps
 from medvl.eval.grounding.metrics import MapRules, map_metrics, region_mask
 from medvl.eval.grounding.protocols import GroundingProtocolName, grounding_protocol
@@ -66,7 +67,7 @@ class GroundedPhrase:
     def as_json(self) -> dict[str, Any]:
         """Return one line of the predictions file, without the text of the phrase."""
         names = {"key": self.sample.key, "phrase": self.phrase_index, "patient": self.sample.patient}
-        return {**names, "label": self.phrase.label, **self.metrics}
+        return {**names, "subgroups": subgroups_of(self.sample), "label": self.phrase.label, **self.metrics}
 
 
 _KeptMaps = dict[tuple[int, int], NDArray[np.float32]]

@@ -34,6 +34,7 @@ from medvl.eval.core.interfaces import Source
 from medvl.eval.core.metric_rows import MetricGroup, label_mean_metrics, measure
 from medvl.eval.core.metrics import Array
 from medvl.eval.core.results import Results, checkpoint_sha256
+from medvl.eval.core.subgroups import subgroups_of
 from medvl.eval.masked_prediction.words import HiddenWord, Sentences, hidden_words
 from medvl.models.eval_mode import evaluating
 from medvl.models.language.base import LanguageModel
@@ -56,12 +57,13 @@ class MaskedPredictionResult:
     """Whether the word is within the first k, for the k of `KS`."""
 
     def predictions(self) -> Iterator[dict[str, Any]]:
-        """Yield item, patient, kind, word and the model's word of each hidden word; sentences are left out."""
+        """Yield item, patient, subgroups, kind, word and the model's word of each hidden word, without sentences."""
         for word, filled, right_K in zip(self.words, self.filled, self.right_NK.tolist(), strict=True):
-            patient = self.sentences.patients[word.sentence]
+            sample = self.sentences.samples[word.sentence]
+            names = {"item": f"{word.sentence}:{word.start}", "patient": sample.patient}
             right = {f"right@{k}": bool(value) for k, value in zip(KS, right_K, strict=True)}
-            item = f"{word.sentence}:{word.start}"
-            yield {"item": item, "patient": patient, "kind": word.kind, "word": word.word, "filled": filled, **right}
+            words = {"kind": word.kind, "word": word.word, "filled": filled}
+            yield {**names, "subgroups": subgroups_of(sample), **words, **right}
 
 
 def evaluate_masked_prediction(
@@ -99,7 +101,7 @@ def evaluate_masked_prediction(
     with evaluating(model):
         filled, right_NK = _fill(model, tokenizer, tokenizer.mask_id, placed, batch)
     words = tuple(item.word for item in placed)
-    kinds, patients = [word.kind for word in words], [sentences.patients[word.sentence] for word in words]
+    kinds, patients = [word.kind for word in words], [sentences.samples[word.sentence].patient for word in words]
     groups = _groups(words, kinds, right_NK)
     results = Results(
         protocol=PROTOCOL,

@@ -40,10 +40,10 @@ class HiddenWord(NamedTuple):
 
 
 class Sentences(NamedTuple):
-    """Distinct sentences in the order of the data, each with the patient of its first occurrence."""
+    """Distinct sentences in the order of the data, each with the sample of its first occurrence."""
 
     texts: tuple[str, ...]
-    patients: tuple[str, ...]
+    samples: tuple[Sample, ...]
     words: tuple[HiddenWord, ...]
 
 
@@ -53,24 +53,24 @@ def hidden_words(samples: Iterable[Sample], sections: Sequence[str], limit: int 
     Sentences are equal if they differ in case and white space only; the texts of a study count once.
     """
     texts: list[str] = []
-    patients: list[str] = []
+    found_in: list[Sample] = []
     words: list[HiddenWord] = []
-    for text, patient in _distinct(samples, sections):
+    for text, sample in _distinct(samples, sections):
         found = [
             HiddenWord(len(texts), match.start(), match.end(), match[0].lower(), str(match.lastgroup))
             for match in _HIDDEN.finditer(text)
         ]
         if found:
             texts.append(text)
-            patients.append(patient)
+            found_in.append(sample)
             words += found
         if len(texts) == limit:
             break
-    return Sentences(tuple(texts), tuple(patients), tuple(words))
+    return Sentences(tuple(texts), tuple(found_in), tuple(words))
 
 
-def _distinct(samples: Iterable[Sample], sections: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """Yield each distinct sentence with its patient."""
+def _distinct(samples: Iterable[Sample], sections: Sequence[str]) -> Iterator[tuple[str, Sample]]:
+    """Yield each distinct sentence with its sample."""
     seen: set[str] = set()
     studies: set[str] = set()
     for sample in samples:
@@ -82,4 +82,4 @@ def _distinct(samples: Iterable[Sample], sections: Sequence[str]) -> Iterator[tu
                 collapsed = " ".join(sentence.split())
                 if collapsed.lower() not in seen:
                     seen.add(collapsed.lower())
-                    yield collapsed, sample.patient
+                    yield collapsed, sample

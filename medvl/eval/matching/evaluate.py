@@ -30,9 +30,10 @@ from medvl.errors import ConfigError, EvaluationError
 from medvl.eval.core.embeddings import embed_texts
 from medvl.eval.core.full_pass import FullPass, input_hashes, samples_by_key
 from medvl.eval.core.interfaces import Loader
-from medvl.eval.core.metric_rows import mean_metrics, measure
+from medvl.eval.core.metric_rows import MetricGroup, mean_metrics, measure
 from medvl.eval.core.metrics import Array
 from medvl.eval.core.results import Results
+from medvl.eval.core.subgroups import subgroups_of
 from medvl.eval.retrieval.rerank import Encoded, encode_images_with_text, encode_texts, match_scores
 from medvl.eval.retrieval.similarity import encode_images, paired_similarity
 from medvl.models.base import System
@@ -44,6 +45,8 @@ from medvl.schema import Sample
 PROTOCOL, PROTOCOL_VERSION = "image_text_matching", 1
 OWN, OTHER, MIRROR = range(3)
 """Columns of the texts and scores of an image."""
+COLUMNS = ("own", "other", "mirror")
+"""Their names in `predictions.jsonl`."""
 
 
 class Items(NamedTuple):
@@ -74,11 +77,15 @@ class MatchingResult:
         return self.items.texts[self.items.text_N3[row, column]]
 
     def predictions(self) -> Iterator[Mapping[str, Any]]:
-        """Yield one JSON line per image: key, key of the other text's image, and the scores."""
-        names = ("own", "other", "mirror")
+        """Yield one JSON line per image: key, patient, subgroups, and the scores."""
         for sample, scores_3 in zip(self.samples, self.scores_N3.tolist(), strict=True):
-            scores = {name: score for name, score in zip(names, scores_3, strict=True) if not np.isnan(score)}
-            yield {"key": sample.key, "scores": scores}
+            scores = {name: score for name, score in zip(COLUMNS, scores_3, strict=True) if not np.isnan(score)}
+            yield {
+                "key": sample.key,
+                "patient": sample.patient,
+                "subgroups": subgroups_of(sample),
+                "scores": scores,
+            }
 
 
 @torch.no_grad()
@@ -117,8 +124,7 @@ def image_text_matching(
             items, scores_N3 = _score_embedded(model, batches, by_key, autocast)
     placed = [by_key[batches.keys[position]] for position in items.position_N]
     samples = tuple(sample for _, sample in placed)
-    values, targets = zip(*_values(scores_N3, decides=isinstance(model, FusionModel)), strict=True)
-    groups = [mean_metrics(name, value_N[:, None], ["all"]) for value_N, name in zip(values, targets, strict=True)]
+    groups = matching_groups(scores_N3, decides=isinstance(model, FusionModel))
     patients = [sample.patient for sample in samples]
     results = Results(
         protocol=PROTOCOL,
@@ -173,13 +179,16 @@ def _following(texts: Sequence[str], patients: Sequence[str]) -> list[int]:
     return found
 
 
-def _values(scores_N3: Array, *, decides: bool) -> Iterator[tuple[Array, str]]:
-    """Yield the value of every image, NaN where it does not count, and the metric."""
+def matching_groups(scores_N3: Array, *, decides: bool) -> list[MetricGroup]:
+    """Return the metrics of all images; with "accuracy" if the scores are log-odds of a matching head (`decides`)."""
     own_N = scores_N3[:, OWN]
-    for column, name in ((OTHER, "above_other"), (MIRROR, "above_mirror")):
-        yield (np.sign(own_N - scores_N3[:, column]) + 1) / 2, name
+    values = {
+        name: (np.sign(own_N - scores_N3[:, column]) + 1) / 2
+        for name, column in (("above_other", OTHER), ("above_mirror", MIRROR))
+    }
     if decides:
-        yield ((own_N > 0).astype(np.float64) + (scores_N3[:, OTHER] < 0)) / 2, "accuracy"
+        values["accuracy"] = ((own_N > 0).astype(np.float64) + (scores_N3[:, OTHER] < 0)) / 2
+    return [mean_metrics(name, value_N[:, None], ["all"]) for name, value_N in values.items()]
 
 
 def _score_fused(

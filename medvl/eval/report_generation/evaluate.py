@@ -53,6 +53,8 @@ class GeneratedReport:
     """False if the text was truncated at the maximum length."""
     labels: Mapping[str, int] | None = None
     """Labels of the image by finding; None if there are none."""
+    subgroups: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """Attribute -> group of the image (`medvl.eval.core.subgroups`)."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

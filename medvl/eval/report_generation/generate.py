@@ -9,6 +9,7 @@ from medvl.data.loading.sources import Source
 from medvl.data.tokenizer.tokenizer import Tokenizer
 from medvl.data.transforms.text import REPORT_SECTIONS, choose_sections
 from medvl.errors import ConfigError, EvaluationError
+from medvl.eval.core.subgroups import subgroups_of
 from medvl.eval.report_generation.consensus import mbr_select
 from medvl.eval.report_generation.evaluate import GeneratedReport, evaluate_reports
 from medvl.models.eval_mode import evaluating
@@ -102,6 +103,7 @@ def generate_by_decoding(
                     generated=text,
                     ended=ended,
                     labels=of_image,
+                    subgroups=subgroups_of(sample),
                 )
             )
     return reports

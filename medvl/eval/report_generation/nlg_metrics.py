@@ -50,7 +50,7 @@ def overlap_metrics(generated: Sequence[str], references: Sequence[str], *, subg
         mean_metrics(name, scores_N[:, None], [REPORT], subgroup=subgroup)
         for name, scores_N in zip(MEANS, means_NK.T, strict=True)
     ]
-    return [_bleu_metrics(pairs, subgroup), *means]
+    return [bleu_metrics(pairs, subgroup=subgroup), *means]
 
 
 MEANS = ("mean_rouge_l", "mean_rouge_l_beta_1.2", "mean_meteor_exact_stem", "mean_cider_d", "mean_cider")
@@ -64,7 +64,8 @@ def report_scores(generated: Sequence[str], reference: Sequence[str], cider: Cid
     return *rouge, _meteor(generated, reference), clipped, plain
 
 
-def _bleu_metrics(pairs: Sequence[tuple[list[str], list[str]]], subgroup: str) -> MetricGroup:
+def bleu_metrics(pairs: Sequence[tuple[list[str], list[str]]], *, subgroup: str = "") -> MetricGroup:
+    """Return corpus BLEU of pairs of a generated text and its reference, as words."""
     matches_NK = np.array([[ngram_matches(*pair, order) for order in range(1, ORDERS + 1)] for pair in pairs], float)
     generated_N, reference_N = (np.array([len(pair[side]) for pair in pairs], float) for side in (0, 1))
     total_NK = np.maximum(generated_N[:, None] - np.arange(ORDERS), 0)

@@ -2,23 +2,36 @@
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import NamedTuple
 
 from medvl.common.untrusted import parse_json
 from medvl.data.loading.sources import Source
 from medvl.data.transforms.text import choose_sections
 from medvl.errors import EvaluationError
+from medvl.eval.core.subgroups import subgroups_of
 from medvl.eval.report_generation.evaluate import GeneratedReport
 
 
-def read_reports(path: Path, references: Mapping[str, tuple[str, str]] | None = None) -> list[GeneratedReport]:
-    """Read lines with `key`, `generated`, and without `references` also `reference`; optionally `patient` and `ended`.
+class Reference(NamedTuple):
+    """The complete report of an image."""
+
+    patient: str
+    text: str
+    subgroups: Mapping[str, str] = {}
+    """Attribute -> group of the image."""
+
+
+def read_reports(path: Path, references: Mapping[str, Reference] | None = None) -> list[GeneratedReport]:
+    """Read lines with `key`, `generated`, and without `references` also `reference`.
+
+    Lines may also have `ended`, and without `references` `patient` and `subgroups`.
 
     predictions.jsonl of an evaluation is such a file. A reference must be the complete text, as it was before any model
     truncated or tokenized it.
 
     Args:
         path: the file.
-        references: key -> (patient, reference), of every report that is evaluated; one without a line is empty.
+        references: key -> reference, of every report that is evaluated; one without a line is empty.
 
     Raises EvaluationError where a line is malformed, a key is repeated, or one is not in `references`.
     """
@@ -31,8 +44,10 @@ def read_reports(path: Path, references: Mapping[str, tuple[str, str]] | None = 
         try:
             row = parse_json(line)
             key, generated = str(row["key"]), row["generated"]
-            patient, reference = (
-                (str(row.get("patient", key)), row["reference"]) if references is None else references[key]
+            patient, reference, subgroups = (
+                Reference(str(row.get("patient", key)), row["reference"], row.get("subgroups") or {})
+                if references is None
+                else references[key]
             )
         except (ValueError, KeyError, TypeError) as error:
             wanted = "key and generated" if references is not None else "key, generated and reference"
@@ -45,19 +60,26 @@ def read_reports(path: Path, references: Mapping[str, tuple[str, str]] | None = 
             raise EvaluationError(f"{path}, line {number}: {key} has a second report", "conflict", field="key")
         ended = bool(row.get("ended", True))
         found[key] = GeneratedReport(
-            key=key, patient=patient, reference=reference, generated=generated, ended=ended, labels=row.get("labels")
+            key=key,
+            patient=patient,
+            reference=reference,
+            generated=generated,
+            ended=ended,
+            labels=row.get("labels"),
+            subgroups=subgroups,
         )
-    for key, (patient, reference) in (references or {}).items():
-        found.setdefault(key, GeneratedReport(key=key, patient=patient, reference=reference, generated=""))
+    for key, (patient, reference, subgroups) in (references or {}).items():
+        missing = GeneratedReport(key=key, patient=patient, reference=reference, generated="", subgroups=subgroups)
+        found.setdefault(key, missing)
     return list(found.values())
 
 
-def references_of(source: Source, sections: tuple[str, ...]) -> dict[str, tuple[str, str]]:
-    """Return key -> (patient, complete reference) of the samples that have one."""
+def references_of(source: Source, sections: tuple[str, ...]) -> dict[str, Reference]:
+    """Return key -> complete reference of the samples that have one."""
     references = {}
     for position in range(len(source)):
         sample = source.sample(position)
         text = " ".join(choose_sections(sample.sections, sections))
         if text:
-            references[sample.key] = (sample.patient, text)
+            references[sample.key] = Reference(sample.patient, text, subgroups_of(sample))
     return references

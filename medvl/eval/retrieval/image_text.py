@@ -26,9 +26,10 @@ from numpy.typing import NDArray
 from medvl.errors import EvaluationError
 from medvl.eval.core.embeddings import embed_texts
 from medvl.eval.core.full_pass import FullPass, input_hashes, samples_by_key
-from medvl.eval.core.interfaces import Loader, Model, SupportsSimilarity
+from medvl.eval.core.interfaces import Loader, Model, Source, SupportsSimilarity
 from medvl.eval.core.metric_rows import MetricGroup, MetricRow, mean_metrics, measure, median_metric
 from medvl.eval.core.results import Results
+from medvl.eval.core.subgroups import subgroups_of
 from medvl.eval.retrieval.examples import RetrievalExamples, sample_examples
 from medvl.eval.retrieval.label_gain import GAIN_KS, LabelGains, label_gains
 from medvl.eval.retrieval.similarity import Similarity, encode_images, take
@@ -54,28 +55,40 @@ class RetrievalResult:
     """Rank of the best image of each distinct text."""
     text_of_N: NDArray[np.int64]
     """Index of each image's text among the distinct texts."""
+    subgroups: tuple[Mapping[str, str], ...]
+    """Attribute -> group of each image."""
     examples: RetrievalExamples | None = None
     """Examples for the page, if requested."""
 
     @classmethod
     def from_ranks(
-        cls, gallery: "Gallery", ranks: Ranks, results: Results, examples: RetrievalExamples | None = None
+        cls,
+        gallery: "Gallery",
+        ranks: Ranks,
+        results: Results,
+        source: Source,
+        examples: RetrievalExamples | None = None,
     ) -> Self:
-        """Combine a gallery, the ranks of its images and texts, and their results."""
+        """Combine a gallery of images of a source, the ranks of its images and texts, and their results."""
+        samples = samples_by_key(source)
         return cls(
             results=results,
             keys=gallery.keys,
             image_rank_N=ranks[0],
             text_rank_M=ranks[1],
             text_of_N=gallery.text_of_N.numpy(),
+            subgroups=tuple(subgroups_of(samples[key][1]) for key in gallery.keys),
             examples=examples,
         )
 
     def predictions(self) -> Iterator[dict[str, Any]]:
-        """Yield per image its key, the index of its text, and the rank of that text."""
-        rows = zip(self.keys, self.text_of_N.tolist(), self.image_rank_N.tolist(), strict=True)
-        for key, text, rank in rows:
-            yield {"key": key, "text": text, "rank": rank}
+        """Yield per image its key, subgroups, the index of its text, the rank of that text, and the text's own rank."""
+        text_rank_N = self.text_rank_M[self.text_of_N].tolist()
+        rows = zip(
+            self.keys, self.subgroups, self.text_of_N.tolist(), self.image_rank_N.tolist(), text_rank_N, strict=True
+        )
+        for key, groups, text, rank, text_rank in rows:
+            yield {"key": key, "subgroups": groups, "text": text, "rank": rank, "text_rank": text_rank}
 
 
 def image_text_retrieval(
@@ -128,7 +141,7 @@ def image_text_retrieval(
         inputs=inputs,
         details={**gallery.counts, "chance": chance_recalls(gallery, ks) | _chance_gains(gains)},
     )
-    return RetrievalResult.from_ranks(gallery, ranks, results, shown)
+    return RetrievalResult.from_ranks(gallery, ranks, results, loader.source, shown)
 
 
 def check_ks(ks: Sequence[int]) -> None:
@@ -239,12 +252,9 @@ def rank_rows(
     """Return recall at each k, the median rank, MRR and gains, in both directions, with intervals."""
 
     def groups(rank: NDArray[np.int64], target: str, side: int) -> list[MetricGroup]:
-        recalls = [mean_metrics(f"recall@{k}", (rank <= k)[:, None].astype(np.float64), [target]) for k in ks]
         columns = [] if gains is None else list(zip(GAIN_KS, gains[side].ndcg_QK.T, strict=True))
         return [
-            *recalls,
-            median_metric("median_rank", rank.astype(np.float64), target),
-            mean_metrics("mrr", 1 / rank[:, None], [target]),
+            *rank_groups(rank, ks, target),
             *(mean_metrics(f"ndcg@{k}", ndcg_Q[:, None], [target]) for k, ndcg_Q in columns),
         ]
 
@@ -258,6 +268,13 @@ def rank_rows(
     )
     of_texts = measure(groups(text_rank_M, "text_to_image", 1), len(text_rank_M), resamples=resamples, seed=seed)
     return of_images + of_texts
+
+
+def rank_groups(rank_Q: NDArray[np.int64], ks: Sequence[int], target: str) -> list[MetricGroup]:
+    """Return recall at each k, the median rank and MRR of the queries of one direction."""
+    recalls = [mean_metrics(f"recall@{k}", (rank_Q <= k)[:, None].astype(np.float64), [target]) for k in ks]
+    median = median_metric("median_rank", rank_Q.astype(np.float64), target)
+    return [*recalls, median, mean_metrics("mrr", 1 / rank_Q[:, None], [target])]
 
 
 def chance_recalls(gallery: Gallery, ks: Sequence[int]) -> dict[str, float]:

@@ -127,7 +127,7 @@ def reranked_retrieval(
         inputs=inputs,
         details=details,
     )
-    return RetrievalResult.from_ranks(gallery, after, results)
+    return RetrievalResult.from_ranks(gallery, after, results, loader.source)
 
 
 def _rank(

@@ -11,10 +11,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from medvl.eval.classification.label_policy import LabelPolicy
-from medvl.eval.classification.subgroups import subgroups
 from medvl.eval.core.metric_rows import MetricGroup, calibration_metrics, mean_metrics, ranking_metrics
 from medvl.eval.core.metrics import Array
 from medvl.eval.core.subgroup_metrics import subgroup_metrics
+from medvl.eval.core.subgroups import subgroup_masks, subgroups_of
 from medvl.eval.robustness import metric_groups as metrics
 from medvl.eval.robustness.passes import Scores
 from medvl.eval.zero_shot_classification.calibration import Calibration
@@ -142,7 +142,7 @@ def _subgroups(kept: _Kept, policy: LabelPolicy, smallest: int) -> tuple[list[Me
     names = [kept.names[index] for index in kept.evaluable]
     masks = {
         attribute: {name: _padded(mask_N.astype(float), kept.items) == 1 for name, mask_N in groups.items()}
-        for attribute, groups in subgroups(clean.samples).items()
+        for attribute, groups in subgroup_masks([*map(subgroups_of, clean.samples)]).items()
     }
     findings_TL, labels_TL = kept.value("findings")[:, kept.evaluable], kept.labels_TL[:, kept.evaluable]
     if scores.sites:

@@ -43,6 +43,7 @@ from medvl.eval.classification.label_policy import LabelPolicy
 from medvl.eval.core.metric_rows import measure
 from medvl.eval.core.metrics import ECE_BINS
 from medvl.eval.core.results import Results, checkpoint_sha256, format_table
+from medvl.eval.core.subgroups import subgroups_of
 from medvl.eval.robustness.assemble import assemble
 from medvl.eval.robustness.image_versions import CORRUPTIONS, corruption_versions
 from medvl.eval.robustness.passes import OpenLoader, Scores, score_everything
@@ -86,14 +87,19 @@ class RobustnessResult:
         return format_table(rows)
 
     def predictions(self) -> Iterator[dict[str, Any]]:
-        """Yield key, patient and the values of every clean image: findings, confidence, statements and texts."""
+        """Yield key, patient, subgroups, labels as in the table, and the values of every clean image.
+
+        Values are findings, confidence, statements and texts.
+        """
         clean, names = self.scores.clean, self.scores.scorer.names
         values = {name: value.tolist() for name, value in clean.values.items() if name != "prompts"}
         for row, sample in enumerate(clean.samples):
             line = {name: column[row] for name, column in values.items()}
             if "findings" in line:
                 line["findings"] = dict(zip(names, line["findings"], strict=True))
-            yield {"key": sample.key, "patient": sample.patient, **line}
+            labels = dict(zip(self.scores.label_names, clean.labels_NL[row].tolist(), strict=True))
+            names_of = {"key": sample.key, "patient": sample.patient, "subgroups": subgroups_of(sample)}
+            yield {**names_of, "labels": labels, **line}
 
 
 def evaluate_robustness(

@@ -13,7 +13,7 @@ Shape letters: N evaluated questions, K rows.
 """
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -69,9 +69,11 @@ class VQAResult:
 
     def predictions(self) -> list[dict[str, Any]]:
         """Return one JSON object per question, with the answers and credits of the model and question-only baseline."""
-        lines = []
+        lines, closed_N = [], _closed_questions(self.data, self.systems.get(MODEL), self.protocol)
         for index, question in enumerate(self.data.questions):
             line: dict[str, Any] = {**question.as_json(), "patient": self.data.groups[index]}
+            groups = self.data.subgroups[index] if self.data.subgroups else {}
+            line |= {"subgroups": groups, "closed": bool(closed_N[index])}
             for system in (MODEL, QUESTION_ONLY):
                 if system in self.systems:
                     prediction = self.systems[system].get(question.id)
@@ -168,15 +170,15 @@ def _metric_groups(
     protocol: VQAProtocol,
     vocabulary: AnswerVocabulary | None,
 ) -> list[MetricGroup]:
-    by_attribute = _kind_and_organ_masks(evaluated) | _side_masks(evaluated)
+    by_attribute = attribute_masks(evaluated.questions)
     groups = []
     for system, credit_N in credits.items():
-        masks = _type_masks(evaluated, systems[MODEL] if system == MODEL else None, protocol) | by_attribute
-        groups.append(_masked_means(ACCURACY, credit_N, masks, subgroup_of(system)))
-    types = _type_masks(evaluated, systems.get(MODEL), protocol)
+        closed_N = _closed_questions(evaluated, systems[MODEL] if system == MODEL else None, protocol)
+        groups.append(masked_means(ACCURACY, credit_N, type_masks(closed_N) | by_attribute, subgroup_of(system)))
+    types = type_masks(_closed_questions(evaluated, systems.get(MODEL), protocol))
     if MODEL in credits:
-        groups.append(_masked_means(GAIN, credits[MODEL] - credits[QUESTION_ONLY], types))
-    groups.append(_masked_means(CEILING, _ceiling(evaluated, protocol, vocabulary), types))
+        groups.append(masked_means(GAIN, credits[MODEL] - credits[QUESTION_ONLY], types))
+    groups.append(masked_means(CEILING, _ceiling(evaluated, protocol, vocabulary), types))
     return groups
 
 
@@ -191,43 +193,44 @@ def _ceiling(evaluated: VQAData, protocol: VQAProtocol, vocabulary: AnswerVocabu
     return np.array(credits)
 
 
-def _masked_means(
+def masked_means(
     metric: str, values_N: NDArray[np.float64], masks: Mapping[str, NDArray[np.bool_]], subgroup: str = ""
 ) -> MetricGroup:
+    """Return the mean of the values within each mask."""
     values_NK = np.stack([np.where(mask_N, values_N, np.nan) for mask_N in masks.values()], axis=1)
     return mean_metrics(metric, values_NK, list(masks), subgroup=subgroup)
 
 
-def _type_masks(
-    evaluated: VQAData, predictions: Predictions | None, protocol: VQAProtocol
-) -> dict[str, NDArray[np.bool_]]:
-    """Return masks for overall, closed and open. Without a predicted answer type, the dataset's field is used."""
+def type_masks(closed_N: NDArray[np.bool_]) -> dict[str, NDArray[np.bool_]]:
+    """Return masks for overall, closed and open."""
+    return dict(zip(TYPES, (np.ones(len(closed_N), np.bool_), closed_N, ~closed_N), strict=True))
+
+
+def _closed_questions(evaluated: VQAData, predictions: Predictions | None, protocol: VQAProtocol) -> NDArray[np.bool_]:
+    """Return which questions are closed (N,). Without a predicted answer type, the dataset's field is used."""
 
     def type_of(question: Question) -> str | None:
         prediction = None if predictions is None else predictions.get(question.id)
         return question.answer_type if prediction is None else prediction.answer_type
 
-    closed_N = np.array([protocol.is_closed(question, type_of(question)) for question in evaluated.questions])
-    return {"overall": np.ones(len(closed_N), np.bool_), "closed": closed_N, "open": ~closed_N}
+    return np.array([protocol.is_closed(question, type_of(question)) for question in evaluated.questions], np.bool_)
 
 
-def _kind_and_organ_masks(evaluated: VQAData) -> dict[str, NDArray[np.bool_]]:
-    """Return masks by question type (a question may have several) and by organ, if there is more than one."""
-    kinds = [set(question.kind.split(", ")) for question in evaluated.questions]
-    organs = [{question.organ} for question in evaluated.questions]
+def attribute_masks(questions: Sequence[Question]) -> dict[str, NDArray[np.bool_]]:
+    """Return masks by question type (a question may have several) and by organ, if there is more than one, and by side.
+
+    The masks by side are of the questions that name one, in question or answer, and of the others, if there are both.
+    """
+    kinds = [set(question.kind.split(", ")) for question in questions]
+    organs = [{question.organ} for question in questions]
     masks: dict[str, NDArray[np.bool_]] = {}
     for attribute, values in (("kind", kinds), ("organ", organs)):
         names = sorted({name for value in values for name in value} - {""})
         if len(names) > 1:
             masks |= {f"{attribute}: {name}": np.array([name in value for value in values]) for name in names}
-    return masks
-
-
-def _side_masks(evaluated: VQAData) -> dict[str, NDArray[np.bool_]]:
-    """Return masks of the questions that name a side, in question or answer, and of the others, if there are both."""
-    texts = [f"{question.question} {question.answer}" for question in evaluated.questions]
+    texts = [f"{question.question} {question.answer}" for question in questions]
     side_N = np.array([swap_laterality(text) != text for text in texts])
-    return {"side: named": side_N, "side: not named": ~side_N} if 0 < side_N.sum() < len(side_N) else {}
+    return masks | ({"side: named": side_N, "side: not named": ~side_N} if 0 < side_N.sum() < len(side_N) else {})
 
 
 def subgroup_of(system: str) -> str:

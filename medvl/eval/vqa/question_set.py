@@ -3,10 +3,11 @@
 import dataclasses
 import hashlib
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from medvl.data.annotations.questions import Question, questions_of
 from medvl.errors import EvaluationError
+from medvl.eval.core.subgroups import subgroups_of
 from medvl.schema import Sample
 
 
@@ -21,6 +22,8 @@ class VQAData:
     questions: tuple[Question, ...]
     groups: tuple[str, ...]
     """Image (patient) of each question: the bootstrap unit."""
+    subgroups: tuple[Mapping[str, str], ...] = ()
+    """Attribute -> group of the image of each question; empty if unknown."""
 
     @classmethod
     def from_samples(cls, samples: Iterable[Sample]) -> "VQAData":
@@ -31,17 +34,19 @@ class VQAData:
         """
         questions: list[Question] = []
         groups: list[str] = []
+        subgroups: list[Mapping[str, str]] = []
         name, split_id = "", "official"
         for sample in samples:
             name, split_id = sample.corpus, str(sample.extra.get("split_id", split_id))
             of_sample = questions_of(sample)
             questions += of_sample
             groups += [sample.patient] * len(of_sample)
+            subgroups += [subgroups_of(sample)] * len(of_sample)
         if not questions:
             raise EvaluationError("the samples have no `questions` in their extra: use shards of a VQA corpus", "empty")
         if len({question.id for question in questions}) < len(questions):
             raise EvaluationError(f"{name}: several questions have the same id", "conflict", field="id")
-        return cls(name, split_id, tuple(questions), tuple(groups))
+        return cls(name, split_id, tuple(questions), tuple(groups), tuple(subgroups))
 
     def part(self, *splits: str) -> "VQAData":
         """Return the questions of these splits. Raises EvaluationError if there are none."""
@@ -54,8 +59,12 @@ class VQAData:
 
     def choose(self, indices: Sequence[int]) -> "VQAData":
         """Return the questions at these indices."""
-        questions = tuple(self.questions[index] for index in indices)
-        return dataclasses.replace(self, questions=questions, groups=tuple(self.groups[index] for index in indices))
+        return dataclasses.replace(
+            self,
+            questions=tuple(self.questions[index] for index in indices),
+            groups=tuple(self.groups[index] for index in indices),
+            subgroups=tuple(self.subgroups[index] for index in indices) if self.subgroups else (),
+        )
 
     @property
     def fingerprint(self) -> str:

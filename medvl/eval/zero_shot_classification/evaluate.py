@@ -11,7 +11,7 @@ Protocol "zero_shot", version 1:
   images.
 * Brier score and calibration error if the scores are probabilities.
 * If classes compete, top-1 accuracy over images of exactly one class.
-* Subgroups as in `medvl.eval.classification.subgroups`.
+* Subgroups as in `medvl.eval.core.subgroups`.
 * Intervals: patients are resampled with all their images, or images with `bootstrap_unit="image"`. All rows share the
   resamples.
 

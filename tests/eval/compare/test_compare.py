@@ -207,7 +207,7 @@ def test_read_items_rejects_predictions_of_other_results(tmp_path: Path) -> None
     assert read_items(tmp_path / "a", dataclasses.replace(results, protocol="image_retrieval")) is None
 
 
-def test_read_items_gives_image_to_text_metrics(tmp_path: Path) -> None:
+def test_read_items_gives_the_metrics_of_both_directions(tmp_path: Path) -> None:
     source = make_source(np.zeros((12, 1)), ["Edema"])
     loader = FakeLoader(source, texts=[f"text {number // 2}" for number in range(12)])
     result = image_text_retrieval(FakeModel(), loader, resamples=20)
@@ -216,7 +216,9 @@ def test_read_items_gives_image_to_text_metrics(tmp_path: Path) -> None:
     assert items is not None
     assert items.groups is not None
     assert len(set(items.groups)) == 6
-    assert items.rows == [f"{name}/image_to_text" for name in ("recall@1", "recall@5", "recall@10", "median_rank")]
+    metrics = ("recall@1", "recall@5", "recall@10", "median_rank", "mrr")
+    whole = [row.name for group in items.without_subgroups for row in group.rows]
+    assert whole == [f"{name}/{side}" for side in ("image_to_text", "text_to_image") for name in metrics]
 
 
 # Finding and naming runs

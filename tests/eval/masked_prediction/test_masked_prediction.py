@@ -87,7 +87,7 @@ def test_equal_sentences_count_once() -> None:
         "There is no edema.",
         "Small left effusion.",
     )
-    assert found.patients == ("p0", "p0", "p1", "p2", "p3", "p3")
+    assert [sample.patient for sample in found.samples] == ["p0", "p0", "p1", "p2", "p3", "p3"]
     first = [(word.word, word.kind) for word in found.words if word.sentence == 0]
     assert first == [("small", "severity"), ("left", "side"), ("effusion", "finding")]
     assert len(hidden_words(reports().samples, ("findings",), 2).texts) == 2

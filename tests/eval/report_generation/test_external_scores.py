@@ -20,7 +20,7 @@ from medvl.eval.report_generation.external_scores import (
     read_radgraph,
     report_metric_scores,
 )
-from medvl.eval.report_generation.read_reports import read_reports
+from medvl.eval.report_generation.read_reports import Reference, read_reports
 from medvl.schema import FINDINGS
 
 GENERATED = ["There is edema.", "No edema.", "Cardiomegaly."]
@@ -159,7 +159,7 @@ def test_malformed_files_of_reports_are_refused(tmp_path: Path) -> None:
         with raises(EvaluationError, code):
             read_reports(path)
     path.write_text('{"key": "a", "generated": "x"}\n{"key": "a", "generated": "x"}\n')
-    references = {"a": ("p", "Edema."), "b": ("p", "Clear.")}
+    references = {"a": Reference("p", "Edema."), "b": Reference("p", "Clear.")}
     with raises(EvaluationError, "conflict", "key"):
         read_reports(path, references)
     path.write_text('{"key": "c", "generated": "x"}\n')

@@ -18,8 +18,11 @@ from torch import Tensor
 
 from medvl.errors import ConfigError, EvaluationError, ShardError
 from medvl.eval import LabelPolicy, RobustnessSettings, evaluate_robustness, write_robustness_page
+from medvl.eval.compare.predictions import read_items
 from medvl.eval.core.metric_rows import MetricRow, measure
+from medvl.eval.core.results import Results, write_results
 from medvl.eval.robustness.assemble import assemble
+from medvl.eval.robustness.evaluate import RobustnessResult
 from medvl.eval.robustness.image_versions import CORRUPTIONS, MADE_UP, Version, VersionSource, corruption_versions
 from medvl.eval.robustness.passes import score_everything
 from medvl.eval.robustness.scorers import Scorer, make_scorer
@@ -229,6 +232,19 @@ def test_a_model_that_reads_passes() -> None:
     assert not any("contrast" in name for name in rows)
 
 
+def test_predictions_have_what_pairs_two_runs(tmp_path: Path) -> None:
+    scores = score_everything(
+        MeanScorer(), patients(), Loader, versions=corruption_versions(["blur"]), seed=0, sites={}, outside={}
+    )
+    rows = tuple(evaluate(MeanScorer(), ["blur"]).values())
+    config = {"policy": dataclasses.asdict(LabelPolicy()), "smallest_subgroup": 5}
+    results = Results(protocol="robustness", protocol_version=1, rows=rows, config=config, inputs={})
+    write_results(results, tmp_path, RobustnessResult(results=results, scores=scores).predictions())
+    items = read_items(tmp_path, results)
+    assert items is not None
+    assert {f"auroc/{name}" for name in (*NAMES, "macro")} <= set(items.rows) & {row.name for row in rows}
+
+
 def test_a_damaged_image_is_left_out_with_all_its_versions() -> None:
     source = patients()
     source.damaged = {3}
@@ -322,7 +338,13 @@ def test_a_fusion_encoder_has_a_page(tmp_path: Path) -> None:
     assert "log-odds of a match" in page
     assert "Versions of an image" in page
     assert "macro" in result.table()
-    assert set(next(result.predictions())) == {"key", "patient", "confidence", "statements", "texts"}
+    assert set(next(result.predictions())) == {
+        *("key", "patient", "subgroups", "labels", "confidence", "statements", "texts")
+    }
+    write_results(result.results, tmp_path, result.predictions())
+    items = read_items(tmp_path, result.results)
+    assert items is not None
+    assert {"above_other/all", "above_mirror/all"} <= set(items.rows), "two runs can be paired"
 
 
 def test_sentences_and_their_denials() -> None:

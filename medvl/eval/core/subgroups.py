@@ -1,6 +1,7 @@
 """Subgroups by view, projection, sex and age band.
 
-`medvl.eval.core.subgroup_metrics` has their metrics.
+Every line of a `predictions.jsonl` about an image holds its groups as "subgroups" (attribute -> group), from which
+`medvl compare` computes the metrics of subgroups. `medvl.eval.core.subgroup_metrics` has those of classifiers.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -41,14 +42,20 @@ ATTRIBUTES: Mapping[str, Callable[[Sample], str | None]] = {
 }
 
 
-def subgroups(samples: Sequence[Sample]) -> dict[str, dict[str, NDArray[np.bool_]]]:
-    """Return attribute -> group -> mask_N, for the attributes that split the samples into two or more groups."""
+def subgroups_of(sample: Sample) -> dict[str, str]:
+    """Return attribute -> group of a sample, without the attributes that it does not have."""
+    groups = {attribute: group_of(sample) for attribute, group_of in ATTRIBUTES.items()}
+    return {attribute: group for attribute, group in groups.items() if group is not None}
+
+
+def subgroup_masks(groups: Sequence[Mapping[str, str]]) -> dict[str, dict[str, NDArray[np.bool_]]]:
+    """Return attribute -> group -> mask_N of items, for the attributes that split them into two or more groups."""
     result = {}
-    for attribute, group_of in ATTRIBUTES.items():
-        of_sample = np.array([group_of(sample) or "" for sample in samples])
-        names = sorted(set(of_sample.tolist()) - {""}, key=_age_order)
+    for attribute in dict.fromkeys([*ATTRIBUTES, *(name for of_item in groups for name in of_item)]):
+        of_item_N = np.array([of_item.get(attribute, "") for of_item in groups])
+        names = sorted(set(of_item_N.tolist()) - {""}, key=_age_order)
         if len(names) > 1:
-            result[attribute] = {name: of_sample == name for name in names}
+            result[attribute] = {name: of_item_N == name for name in names}
     return result
 
 

@@ -1,0 +1,216 @@
+"""Metric groups of each protocol, recomputed from the lines of its `predictions.jsonl`.
+
+A reader gives the rows that the lines determine: means and other metrics of any items, which can be restricted to some
+of them, and scores and labels of classes, whose AUROC has rules of its own for small subgroups. Rows that need more
+(gains of a retrieval, calibration, text overlap of baselines) have no paired difference.
+
+Shape letters: N items, L classes, M texts.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from medvl.data.annotations.questions import Question
+from medvl.eval.change.evaluate import change_metrics
+from medvl.eval.change.prompts import CHANGES
+from medvl.eval.classification.label_policy import LabelPolicy
+from medvl.eval.core.metric_rows import MetricGroup, label_mean_metrics, mean_metrics
+from medvl.eval.core.metrics import Array
+from medvl.eval.core.results import Results
+from medvl.eval.dense.box_metrics import APConvention
+from medvl.eval.dense.detection import detection_groups, read_detections
+from medvl.eval.dense.segmentation import read_areas, segmentation_groups
+from medvl.eval.matching.evaluate import COLUMNS, matching_groups
+from medvl.eval.report_generation.clinical_f1 import clinical_metrics, positive_findings
+from medvl.eval.report_generation.evaluate import AGAINST_LABELS
+from medvl.eval.report_generation.nlg_metrics import MEANS, REPORT, bleu_metrics, words
+from medvl.eval.retrieval.image_text import rank_groups
+from medvl.eval.vqa.baselines import QUESTION_ONLY
+from medvl.eval.vqa.evaluate import ACCURACY, GAIN, MODEL, attribute_masks, masked_means, type_masks
+
+Line = Mapping[str, Any]
+Lines = Sequence[Line]
+_NAMES = frozenset({"key", "phrase", "patient", "subgroups", "label"})
+"""Fields of a line that are no metrics."""
+
+
+class Ranked(NamedTuple):
+    """Scores and labels of classes."""
+
+    names: list[str]
+    scores_NL: Array
+    labels_NL: Array
+    """1, 0 or NaN."""
+    suffix: str = ""
+    """Suffix of the metrics in the results, such as "@100%"."""
+
+    def columns(self) -> Iterator[tuple[str, Array, Array]]:
+        """Yield (class, scores_N, labels_N) of each class."""
+        yield from zip(self.names, self.scores_NL.T, self.labels_NL.T, strict=True)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Reader:
+    """Reader of the lines of one protocol."""
+
+    item: tuple[str, ...] = ("key",)
+    """Fields that identify an item."""
+    group: str = "patient"
+    """Field of the bootstrap group."""
+    needs: tuple[str, ...] = ()
+    """Fields that lines of earlier versions do not have."""
+    metric_groups: Callable[[Lines, Results], list[MetricGroup]] = lambda lines, results: []
+    """Metrics of any items."""
+    ranked: Callable[[Lines, Results], Ranked | None] = lambda lines, results: None
+    """Scores and labels, whose AUROC and average precision are further metrics."""
+
+
+def _classes(lines: Lines, results: Results) -> Ranked:
+    names = list(lines[0]["scores"])
+    return Ranked(names, _table(lines, "scores", names), _table(lines, "labels", names))
+
+
+def _probe(lines: Lines, results: Results) -> Ranked:
+    """Return the scores of the first run of the largest fraction; it is the only run if that is the full set."""
+    return _classes(lines, results)._replace(suffix="@100%" if max(results.config["fractions"]) == 1 else "")
+
+
+def _robust_findings(lines: Lines, results: Results) -> Ranked | None:
+    if "findings" not in lines[0]:
+        return None
+    labels = list(lines[0]["labels"])
+    names = [name for name in lines[0]["findings"] if name in labels]
+    labels_NL = LabelPolicy(**results.config["policy"]).resolve(_table(lines, "labels", labels), labels).labels_NL
+    return Ranked(names, _table(lines, "findings", names), labels_NL[:, [labels.index(name) for name in names]])
+
+
+def _robust_texts(lines: Lines, results: Results) -> list[MetricGroup]:
+    if "texts" not in lines[0]:
+        return []
+    return matching_groups(np.array([[_number(value) for value in line["texts"]] for line in lines]), decides=False)
+
+
+def _grounding(lines: Lines, results: Results) -> list[MetricGroup]:
+    labels = [line["label"] for line in lines]
+    metrics = [field for field in lines[0] if field not in _NAMES]
+    return [label_mean_metrics(name, np.array([_number(line[name]) for line in lines]), labels) for name in metrics]
+
+
+def _retrieval(lines: Lines, results: Results) -> list[MetricGroup]:
+    """Return the metrics of images, and of the texts of these images."""
+    _, first_M = np.unique([line["text"] for line in lines], return_index=True)
+    image_rank_N, text_rank_N = (np.array([int(line[field]) for line in lines]) for field in ("rank", "text_rank"))
+    ks: list[int] = results.config["ks"]
+    of_texts = rank_groups(text_rank_N[first_M], ks, "text_to_image")
+    return [*rank_groups(image_rank_N, ks, "image_to_text"), *(_at(group, first_M) for group in of_texts)]
+
+
+def _at(group: MetricGroup, index_M: np.ndarray) -> MetricGroup:
+    """Return a group over some of the items: texts are drawn with their images, so that the first one's count holds."""
+    return MetricGroup(group.rows, lambda counts_NR: group.statistic(counts_NR[index_M]))
+
+
+def _answers(lines: Lines, results: Results) -> list[MetricGroup]:
+    credit_N, floor_N = (
+        np.array([_number(line.get(f"{system}_credit")) for line in lines]) for system in (MODEL, QUESTION_ONLY)
+    )
+    types = type_masks(np.array([bool(line["closed"]) for line in lines]))
+    masks = types | attribute_masks([Question.from_json(line) for line in lines])
+    groups = [masked_means(ACCURACY, credit_N, masks)]
+    return groups if np.isnan(floor_N).all() else [*groups, masked_means(GAIN, credit_N - floor_N, types)]
+
+
+def _matching(lines: Lines, results: Results) -> list[MetricGroup]:
+    scores_N3 = np.array([[_number(line["scores"].get(name)) for name in COLUMNS] for line in lines])
+    return matching_groups(scores_N3, decides=any(row.metric == "accuracy" for row in results.rows))
+
+
+def _reports(lines: Lines, results: Results) -> list[MetricGroup]:
+    uncertain = results.config["uncertain"]
+    generated_NL, reference_NL = (
+        positive_findings([line[f"{side}_findings"] for line in lines], uncertain)
+        for side in ("generated", "reference")
+    )
+    groups = [
+        bleu_metrics([(words(line["generated"]), words(line["reference"])) for line in lines]),
+        *(mean_metrics(name, np.array([[_number(line[name])] for line in lines]), [REPORT]) for name in MEANS),
+        clinical_metrics(generated_NL, reference_NL),
+    ]
+    if all(line.get("labels") is not None for line in lines):
+        labels_NL = positive_findings([line["labels"] for line in lines], uncertain)
+        groups.append(clinical_metrics(generated_NL, labels_NL, subgroup=AGAINST_LABELS))
+    return groups
+
+
+def _segmentation(lines: Lines, results: Results) -> list[MetricGroup]:
+    labels = results.config["labels"]
+    auroc_NL = _table(lines, "pixel_auroc", labels)
+    return segmentation_groups(read_areas(lines, labels), auroc_NL, results.config["empty"])
+
+
+def _detection(lines: Lines, results: Results) -> list[MetricGroup]:
+    """Return the metrics of the images in the order of the data, which decides between equal scores."""
+    order_N = np.argsort([line["position"] for line in lines])
+    labels, convention = results.config["labels"], dict(results.config["convention"])
+    convention.pop("name")
+    thresholds = results.details["thresholds"]
+    known = None if thresholds is None else {label: _number(thresholds[label]) for label in labels}
+    images = [read_detections(lines[index], labels) for index in order_N]
+    return [_at(group, order_N) for group in detection_groups(images, labels, APConvention(**convention), known)]
+
+
+def _change(lines: Lines, results: Results) -> list[MetricGroup]:
+    findings = sorted({name for line in lines for name in line["findings"]})
+    scores_NLC = np.zeros((len(lines), len(findings), len(CHANGES)))
+    truth_NL = np.full(scores_NLC.shape[:2], -1)
+    for row, line in enumerate(lines):
+        for name, one in line["findings"].items():
+            column = findings.index(name)
+            scores_NLC[row, column] = [_number(one["scores"][change]) for change in CHANGES]
+            truth_NL[row, column] = CHANGES.index(one["label"])
+    return [change_metrics(scores_NLC, truth_NL, findings)]
+
+
+def _hidden_words(lines: Lines, results: Results) -> list[MetricGroup]:
+    """Return the accuracy of masked prediction, of all words and by kind."""
+    kinds = [line["kind"] for line in lines]
+    names = [field for field in lines[0] if field.startswith("right@")]
+    columns = {name: np.array([_number(line[name]) for line in lines]) for name in names}
+    return [
+        label_mean_metrics(name.replace("right", "accuracy"), column_N, kinds) for name, column_N in columns.items()
+    ]
+
+
+def _table(lines: Lines, field: str, names: Sequence[str]) -> Array:
+    return np.array([[_number(line[field][name]) for name in names] for line in lines])
+
+
+def _number(value: float | None) -> float:
+    return math.nan if value is None else float(value)
+
+
+_CLASSES = Reader(ranked=_classes)
+_RANKS = Reader(group="text", needs=("text_rank",), metric_groups=_retrieval)
+_MASKS = Reader(needs=("pixels",), metric_groups=_segmentation)
+READERS: Mapping[str, Reader] = {
+    "zero_shot": _CLASSES,
+    "classification": _CLASSES,
+    "linear_probe": Reader(ranked=_probe),
+    "robustness": Reader(needs=("labels",), ranked=_robust_findings, metric_groups=_robust_texts),
+    "grounding": Reader(item=("key", "phrase"), metric_groups=_grounding),
+    "image_text_retrieval": _RANKS,
+    "image_text_retrieval_reranked": _RANKS,
+    "image_text_matching": Reader(needs=("patient",), metric_groups=_matching),
+    "vqa": Reader(item=("id",), needs=("closed", "model_credit"), metric_groups=_answers),
+    "report_generation": Reader(metric_groups=_reports),
+    "segmentation": _MASKS,
+    "zero_shot_masks": _MASKS,
+    "detection": Reader(needs=("true",), metric_groups=_detection),
+    "change": Reader(needs=("patient",), metric_groups=_change),
+    "masked_prediction": Reader(item=("item",), metric_groups=_hidden_words),
+}
+"""Protocol -> reader of its lines."""
