@@ -11,18 +11,17 @@ from medvl.encoders import ImageEncoder, TextEncoder
 from medvl.losses.gather import gather
 from medvl.losses.local.statements import statement_contrast
 from medvl.losses.pairs.positives import same_pairs
-from medvl.models.config_checks import check_within
 from medvl.models.dual_encoders.bases.base import Positives
 from medvl.models.dual_encoders.bases.local import LocalDualConfig, LocalDualEncoder, local_features
 from medvl.models.dual_encoders.bases.pairs import Pairs
-from medvl.models.dual_encoders.parts.pair_scores import pair_scores, score_head
-from medvl.models.dual_encoders.parts.query_decoder import QueryDecoder
+from medvl.models.dual_encoders.parts.pair_scores import pair_scores, score_head, with_global
+from medvl.models.dual_encoders.parts.query_decoder import QueryDecoder, QueryDecoderConfig
 from medvl.models.registry import register_system
 from medvl.schema import Embeddings, Losses
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class CARZeroConfig(LocalDualConfig):
+class CARZeroConfig(QueryDecoderConfig, LocalDualConfig):
     """Settings of the paper and the released code.
 
     The published text encoder is BioBERT, trained further on reports, and the image encoder is a ViT-B/16 of a masked
@@ -38,11 +37,6 @@ class CARZeroConfig(LocalDualConfig):
     projection_dim: int = 768
     text_layers: int = 4
     max_tokens: int = 97
-    decoder_layers: int = 4
-    decoder_heads: int = 4
-    decoder_hidden: int = 1024
-    dropout: float = 0.1
-    """Rate of dropout in the decoder and the head."""
     head_dims: tuple[int, ...] = (1024, 512, 256)
     """Hidden widths of the head that makes a score of a query; none: one linear layer, the paper's variant."""
     positives: Positives = "text"
@@ -50,8 +44,7 @@ class CARZeroConfig(LocalDualConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_within(self, "[1, inf)", "decoder_layers", "decoder_heads", "decoder_hidden")
-        check_within(self, "[0, 1)", "dropout")
+        self.check_decoder()
 
 
 @register_system("carzero")
@@ -77,15 +70,7 @@ class CARZero(LocalDualEncoder):
         heads = super().make_heads(config, image_encoder, text_encoder)
         for name, width in (("image_head", image_encoder.feature_dim), ("region_head", image_encoder.patch_dim)):
             heads[name] = nn.Identity() if width == config.projection_dim else heads[name]
-        decoder = QueryDecoder(
-            config.projection_dim,
-            layers=config.decoder_layers,
-            heads=config.decoder_heads,
-            hidden=config.decoder_hidden,
-            dropout=config.dropout,
-            self_attention=False,
-            shared_norm=True,
-        )
+        decoder = QueryDecoder(config.projection_dim, config, self_attention=False, shared_norm=True)
         score = score_head(config.projection_dim, config.head_dims, config.dropout)
         return {**heads, "decoder": decoder, "score": score}
 
@@ -94,16 +79,11 @@ class CARZero(LocalDualEncoder):
 
         `chunk` is the number of queries at a time, by default as many as fit in 512 MiB; exact.
         """
-        local_NKE, mask_NK = local_features(memory)
-        memory_NKE = torch.cat([memory.global_NE[:, None], local_NKE], dim=1)
-        mask_NK = torch.cat([mask_NK.new_ones(len(mask_NK), 1), mask_NK], dim=1)
-
-        def read(query_NCE: Tensor, memory_NKE: Tensor, mask_NK: Tensor) -> Tensor:
-            scores_NC1: Tensor = self.score(self.decoder(query_NCE, memory_NKE, mask_NK))
-            return scores_NC1
-
+        memory_NKE, mask_NK = with_global(memory.global_NE, *local_features(memory))
         width = max(query_ME.shape[1], self.config.decoder_hidden)
-        return pair_scores(read, memory_NKE, mask_NK, query_ME, width=width, chunk=chunk)
+        return pair_scores(
+            lambda *inputs: self.score(self.decoder(*inputs)), memory_NKE, mask_NK, query_ME, width=width, chunk=chunk
+        )
 
     def similarity(self, images: Embeddings | Tensor, texts: Embeddings | Sequence[str]) -> Tensor:
         """Return (N, M): the mean of both directions' scores; no cosine."""
@@ -133,6 +113,6 @@ class CARZero(LocalDualEncoder):
     def cell_maps(self, image_BCHW: Tensor, texts: Sequence[str]) -> Tensor:
         """See the base class: the decoder's attention of each text's vector."""
         images, texts_BE = self.embed_images(image_BCHW), self.embed_texts(texts).global_NE
-        memory_BKE = torch.cat([images.global_NE[:, None], local_features(images)[0]], dim=1)
-        _, attention_B1K = self.decoder.with_attention(texts_BE[:, None], memory_BKE)
+        memory_BKE, mask_BK = with_global(images.global_NE, *local_features(images))
+        _, attention_B1K = self.decoder.with_attention(texts_BE[:, None], memory_BKE, mask_BK)
         return attention_B1K[:, 0, 1:]

@@ -13,16 +13,16 @@ from medvl.data.transforms.image import EvalTransform
 from medvl.encoders.pretrained import read_tensors
 from medvl.errors import ConfigError, WeightsError
 from medvl.models.config_checks import check_within
-from medvl.models.dual_encoders.bases.base import DualEncoderConfig, Positives
+from medvl.models.dual_encoders.bases.base import Positives
 from medvl.models.dual_encoders.bases.build import create_clip_encoders, create_heads, load_text_head, whole_model_file
 from medvl.models.dual_encoders.bases.pairs import Pairs, gather_global
-from medvl.models.dual_encoders.bases.scale import LearnedScale
+from medvl.models.dual_encoders.bases.scale import LearnedScale, ScaleConfig
 from medvl.models.registry import register_system
 from medvl.schema import Losses
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class CLIPConfig(DualEncoderConfig):
+class CLIPConfig(ScaleConfig):
     """Settings on any two encoders; the defaults are OpenAI's ViT-B/32, and `open_clip:NAME` twice is another model.
 
     Encoders of open_clip, and presets published with a projection, keep it; any other encoder gets a head.
@@ -45,10 +45,6 @@ class CLIPConfig(DualEncoderConfig):
     """Pooling of tokens; None takes the text encoder's."""
     text_head: Literal["linear", "mlp"] = "linear"
     """Head of a text encoder without a projection, as in open_clip: no biases; `mlp` has a GELU at half the width."""
-    temperature: float = 0.07
-    """Initial temperature; the logarithm of its inverse, the scale, is learned."""
-    max_scale: float | None = 100.0
-    """Upper bound of the scale, applied before each training step (section 2.5); None has no bound."""
     positives: Positives = "own"
     patch_dropout: float = 0.0
     """As for ConVIRT."""
@@ -56,9 +52,7 @@ class CLIPConfig(DualEncoderConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_within(self, "(0, inf)", "temperature")
         check_within(self, "[0, 1)", "patch_dropout")
-        check_within(self, f"[{1 / self.temperature}, inf)", "max_scale")
         if self.weights and (self.image_weights or self.text_weights):
             raise ConfigError("give weights, or image_weights and text_weights", "conflict", field="weights")
 
@@ -97,10 +91,8 @@ class CLIP(LearnedScale):
 
     def compare_pairs(self, pairs: Pairs) -> Losses:
         """See the base class."""
-        if self.training:
-            self.clamp_scale()
         return Losses.sum(contrastive=self.contrast(*gather_global(pairs)))
 
     def contrast(self, image_NE: Tensor, text_NE: Tensor, groups: Sequence[Tensor] = ()) -> Tensor:
         """Return the loss of pairs of unit vectors, a scalar."""
-        return losses.clip(image_NE, text_NE, self.logit_scale.exp(), groups=groups)
+        return losses.clip(image_NE, text_NE, self.scale(), groups=groups)

@@ -14,13 +14,13 @@ from medvl.models.config_checks import check_choice, check_within
 from medvl.models.dual_encoders.bases.base import Positives
 from medvl.models.dual_encoders.bases.bert import BertDualConfig, BertDualEncoder
 from medvl.models.dual_encoders.bases.pairs import Pairs
-from medvl.models.dual_encoders.bases.scale import LearnedScale
+from medvl.models.dual_encoders.bases.scale import LearnedScale, ScaleConfig
 from medvl.models.registry import register_system
 from medvl.schema import Batch, Embeddings, Inputs, Losses
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class CXRCLIPConfig(BertDualConfig):
+class CXRCLIPConfig(BertDualConfig, ScaleConfig):
     """Settings of the paper and the released code; `image_encoder` is "resnet50" or "swin_tiny" there."""
 
     image_pool: Literal["encoder", "first"] = "encoder"
@@ -28,10 +28,7 @@ class CXRCLIPConfig(BertDualConfig):
     views: Literal["study", "augmented"] = "study"
     """The second view: another image of the study if it has one, and else the same image augmented again; or always the
     latter. With "study", the loader yields a study once, not once for each of its images."""
-    temperature: float = 0.07
-    """Initial temperature; the logarithm of its inverse, the scale, is learned."""
     max_scale: float | None = None
-    """Upper bound of the scale, applied before each training step; None, as published, has no bound."""
     image_weight: float = 1.0
     """Weight of the contrast of the two views."""
     text_weight: float = 0.5
@@ -43,9 +40,7 @@ class CXRCLIPConfig(BertDualConfig):
         super().__post_init__()
         check_choice(self, "image_pool", ("encoder", "first"))
         check_choice(self, "views", ("study", "augmented"))
-        check_within(self, "(0, inf)", "temperature")
         check_within(self, "[0, inf)", "image_weight", "text_weight")
-        check_within(self, f"[{1 / self.temperature}, inf)", "max_scale")
 
 
 @register_system("cxrclip")
@@ -104,9 +99,7 @@ class CXRCLIP(LearnedScale, BertDualEncoder):
 
     def compare_pairs(self, pairs: Pairs) -> Losses:
         """See the base class."""
-        if self.training:
-            self.clamp_scale()
-        every, scale, config = pairs.gather(), self.logit_scale.exp(), self.config
+        every, scale, config = pairs.gather(), self.scale(), self.config
         images = every.images.global_NE, every.others["second image"].global_NE
         texts = every.texts.global_NE, every.others["second text"].global_NE
 

@@ -12,13 +12,13 @@ from medvl.losses.pairs.soft_targets import LabelSimilarity, label_similarity, s
 from medvl.models.config_checks import check_choice, check_within
 from medvl.models.dual_encoders.bases.bert import BertDualConfig, BertDualEncoder
 from medvl.models.dual_encoders.bases.pairs import Pairs
-from medvl.models.dual_encoders.bases.scale import LearnedScale
+from medvl.models.dual_encoders.bases.scale import LearnedScale, ScaleConfig
 from medvl.models.registry import register_system
 from medvl.schema import Batch, Embeddings, Inputs, Losses
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class MedCLIPConfig(BertDualConfig):
+class MedCLIPConfig(BertDualConfig, ScaleConfig):
     """Settings of the paper and the released code; `image_encoder` is "resnet50" or "swin_tiny" there.
 
     The mean over a text's tokens leaves out the padding, which the released code includes, so that its text vectors
@@ -34,10 +34,6 @@ class MedCLIPConfig(BertDualConfig):
     label_similarity: LabelSimilarity = "cosine"
     """Similarity of the labels of an image and a text: "cosine" as in the paper; "dot", the released code's product,
     under which the targets of samples with several labels are nearly one-hot; "clamp", that product within [-1, 1]."""
-    temperature: float = 0.07
-    """Initial temperature; the logarithm of its inverse, the scale, is learned."""
-    max_scale: float | None = 100.0
-    """Upper bound of the scale, applied before each training step; None has no bound."""
     two_texts: bool = True
     """Average the loss over two draws of a sample's text; False for a text policy without randomness."""
     max_tokens: int = 77
@@ -45,8 +41,7 @@ class MedCLIPConfig(BertDualConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_choice(self, "label_similarity", get_args(LabelSimilarity))
-        check_within(self, "(0, inf)", "temperature", "pixel_std")
-        check_within(self, f"[{1 / self.temperature}, inf)", "max_scale")
+        check_within(self, "(0, inf)", "pixel_std")
 
 
 @register_system("medclip")
@@ -93,11 +88,9 @@ class MedCLIP(LearnedScale, BertDualEncoder):
 
     def compare_pairs(self, pairs: Pairs) -> Losses:
         """See the base class."""
-        if self.training:
-            self.clamp_scale()
         pairs = pairs.gather()
         assert pairs.labels_BL is not None, "the base class adds the labels of the batch"
-        images, scale, kind, terms = pairs.images, self.logit_scale.exp(), self.config.label_similarity, []
+        images, scale, kind, terms = pairs.images, self.scale(), self.config.label_similarity, []
         for texts in (pairs.texts, *pairs.others.values()):
             labels_NL, labels_ML = pairs.labels_BL[images.pair_N], pairs.labels_BL[texts.pair_N]
             targets_NM = label_similarity(labels_NL, labels_ML, kind)

@@ -2,30 +2,25 @@
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any, Self
+from typing import Any
 
-import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from medvl.data.tokenizer.tokenizer import Tokenizer
-from medvl.encoders import ImageEncoder, TextEncoder, freeze_layers
+from medvl.encoders import ImageEncoder, TextEncoder
 from medvl.losses.gather import gather
 from medvl.losses.local.statements import patch_cosine, statement_contrast
-from medvl.models.config_checks import check_within
-from medvl.models.dual_encoders.bases.bert import BertDualConfig, BertDualEncoder
 from medvl.models.dual_encoders.bases.local import local_features
 from medvl.models.dual_encoders.bases.pairs import Pairs
-from medvl.models.dual_encoders.bases.scale import LearnedScale
+from medvl.models.dual_encoders.bases.scale import LearnedScale, ScaleConfig
 from medvl.models.dual_encoders.bases.text_maps import TextMaps
-from medvl.models.dual_encoders.parts.statements import embed_statements, first_of_equal, positives
-from medvl.models.dual_encoders.parts.token_layers import token_layers, tokens_of
+from medvl.models.dual_encoders.bases.token_layers import TokenLayers, TokenLayersConfig, token_layers
+from medvl.models.dual_encoders.parts.statements import distinct_statements, embed_statements
 from medvl.models.registry import register_system
 from medvl.schema import Batch, Embeddings, Inputs, Losses
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class RadZeroConfig(BertDualConfig):
+class RadZeroConfig(TokenLayersConfig, ScaleConfig):
     """Settings of the paper and the released code, with RAD-DINO, which the paper reports as its best start.
 
     The shared space has the image encoder's width; `projection_dim` has no meaning. A text encoder of another width
@@ -35,27 +30,14 @@ class RadZeroConfig(BertDualConfig):
     image_encoder: str = "rad_dino"
     text_encoder: str = "mpnet"
     image_size: int = 518
-    trained_layers: int = 2
-    """Transformer layers above the image encoder."""
-    frozen_image: bool = True
-    """Do not train the image encoder."""
-    temperature: float = 0.07
-    """Initial temperature of attention and logits; the logarithm of its inverse, the scale, is learned."""
     max_scale: float | None = None
-    """Upper bound of the scale, applied before each training step; None, as published, has no bound."""
     equal_are_positives: bool = True
     """An image's statement is a positive of all images that have it. False, as published, makes "There is no pleural
     effusion." of one study a negative of another one, although canonical sentences repeat."""
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_within(self, "(0, inf)", "temperature")
-        check_within(self, "[0, inf)", "trained_layers")
-        check_within(self, f"[{1 / self.temperature}, inf)", "max_scale")
-
 
 @register_system("radzero")
-class RadZero(LearnedScale, TextMaps, BertDualEncoder):
+class RadZero(TextMaps, TokenLayers, LearnedScale):
     """Each statement against the mean of an image's tokens that it attends to (VL-CABS, section 3.2).
 
     The loss is the mean of the contrast of a statement over images and of an image over statements, as in the released
@@ -65,18 +47,6 @@ class RadZero(LearnedScale, TextMaps, BertDualEncoder):
 
     Config = RadZeroConfig
     inputs = Inputs(statements=True)
-
-    def __init__(self, config: Any, *args: Any, layers: nn.Module, norm: nn.Module, **kwargs: Any) -> None:
-        super().__init__(config, *args, **kwargs)
-        self.layers, self.norm = layers, norm
-
-    @classmethod
-    def build(cls, config: RadZeroConfig, *, pretrained: bool, tokenizer: Tokenizer | None) -> Self:
-        """See the base class."""
-        model = super().build(config, pretrained=pretrained, tokenizer=tokenizer)
-        if config.frozen_image:
-            freeze_layers(model.image_encoder, "all")
-        return model
 
     @classmethod
     def encoder_arguments(cls, config: RadZeroConfig) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
@@ -96,24 +66,6 @@ class RadZero(LearnedScale, TextMaps, BertDualEncoder):
             "norm": nn.LayerNorm(width),
         }
 
-    def unnormalized_image(self, image_BCHW: Tensor) -> Tensor:
-        """See the base class: the class token behind the trained layers."""
-        return self._layers_of(image_BCHW)[:, 0]
-
-    def embed_images(self, image_BCHW: Tensor) -> Embeddings:
-        """Return images as `similarity` takes them; `local_NPE` has the class token (or mean) and the patches."""
-        tokens_BKD = F.normalize(self._layers_of(image_BCHW), dim=2)
-        return Embeddings(tokens_BKD[:, 0], tokens_BKD)
-
-    def _layers_of(self, image_BCHW: Tensor) -> Tensor:
-        """Return (B, 1 + P, D) float32: the class token (or mean) and the patches, not normalised."""
-        normed_BKD: Tensor = self.norm(self.layers(tokens_of(self.image_encoder(image_BCHW))))
-        return normed_BKD.float()
-
-    def embed_regions(self, image_BCHW: Tensor) -> Tensor:
-        """Return (B, P, E): the patches, in the space of texts."""
-        return local_features(self.embed_images(image_BCHW))[0][:, 1:]
-
     def unnormalized_text(self, texts: Sequence[str] | Tensor, mask_BT: Tensor | None = None) -> Tensor:
         """See the base class. The norm is the one of the image's tokens."""
         normed_BE: Tensor = self.norm(super().unnormalized_text(texts, mask_BT))
@@ -130,16 +82,9 @@ class RadZero(LearnedScale, TextMaps, BertDualEncoder):
 
     def compare_pairs(self, pairs: Pairs) -> Losses:
         """See the base class. A rank compares its own images with the statements of all ranks."""
-        if self.training:
-            self.clamp_scale()
-        every, scale = pairs.gather(local=False), self.logit_scale.exp()
-        pair_N, group_N = every.texts.pair_N, every.texts.group_N
-        assert pair_N is not None, "embed_pairs numbers the statements"
-        assert group_N is not None, "embed_pairs numbers the texts"
-        first_U, column_N = first_of_equal(group_N if self.config.equal_are_positives else torch.arange(len(group_N)))
-        texts_UE = every.texts.global_NE[first_U]
+        every, scale = pairs.gather(local=False), self.scale()
+        texts_UE, positive_NU = distinct_statements(every.texts, len(every), merge=self.config.equal_are_positives)
         logits_NU = scale * gather(patch_cosine(local_features(pairs.images)[0], texts_UE, scale))
-        positive_NU = positives(pair_N, column_N, len(every), len(first_U))
         to_image, to_statement = statement_contrast(logits_NU, positive_NU)
         return Losses.weighted(statement_to_image=(to_image, 0.5), image_to_statement=(to_statement, 0.5))
 

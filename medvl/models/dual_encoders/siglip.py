@@ -50,4 +50,4 @@ class SigLIP(CLIP):
 
     def contrast(self, image_NE: Tensor, text_NE: Tensor, groups: Sequence[Tensor] = ()) -> Tensor:
         """Return the loss of pairs of unit vectors, a scalar."""
-        return losses.siglip(image_NE, text_NE, self.logit_scale.exp(), self.logit_bias, groups=groups)
+        return losses.siglip(image_NE, text_NE, self.scale(), self.logit_bias, groups=groups)

@@ -8,8 +8,10 @@ import torch.nn.functional as F
 from helpers.contrastive_systems import carzero, make_batch
 from torch import nn
 
-from medvl.models.dual_encoders.parts.query_decoder import QueryDecoder
+from medvl.models.dual_encoders.parts.query_decoder import QueryDecoder, QueryDecoderConfig
 from medvl.schema import Embeddings
+
+SMALL = QueryDecoderConfig(decoder_layers=2, decoder_hidden=24)
 
 
 def padded(side: Embeddings, more: int) -> Embeddings:
@@ -97,7 +99,7 @@ def test_maps_are_the_attention_of_the_statement() -> None:
 @pytest.mark.parametrize("self_attention", [True, False])
 def test_queries_know_each_other_only_by_self_attention(self_attention: bool) -> None:
     torch.manual_seed(0)
-    decoder = QueryDecoder(16, layers=2, hidden=24, self_attention=self_attention).eval()
+    decoder = QueryDecoder(16, SMALL, self_attention=self_attention).eval()
     query_BQD, memory_BKD = torch.randn(2, 3, 16), torch.randn(2, 5, 16)
     mask_BK = torch.tensor([[1, 1, 1, 0, 0], [0, 0, 0, 0, 0]]) > 0
     states_BQD, attention_BQK = decoder.with_attention(query_BQD, memory_BKD, mask_BK)
@@ -114,7 +116,7 @@ def test_queries_know_each_other_only_by_self_attention(self_attention: bool) ->
 
 def test_with_self_attention_a_decoder_is_torchs() -> None:
     torch.manual_seed(0)
-    ours = QueryDecoder(16, layers=2, hidden=24).eval()
+    ours = QueryDecoder(16, SMALL).eval()
     layer = nn.TransformerDecoderLayer(16, 4, 24, batch_first=True, norm_first=True)
     theirs = nn.TransformerDecoder(layer, 2, nn.LayerNorm(16)).eval()
     theirs.load_state_dict(ours.state_dict())

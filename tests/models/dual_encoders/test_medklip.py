@@ -19,7 +19,7 @@ from medvl.data.reports.entities import PLACES, describe, mirrored_positions, po
 from medvl.encoders import create_image_encoder
 from medvl.errors import CheckpointError, ConfigError
 from medvl.models import MedKLIP
-from medvl.models.dual_encoders.parts.query_decoder import QueryDecoder
+from medvl.models.dual_encoders.parts.query_decoder import QueryDecoder, QueryDecoderConfig
 from medvl.schema import Batch, Inputs, Sample
 
 ENTITIES = ("Edema", "Pneumothorax", "Pleural Effusion")
@@ -174,7 +174,9 @@ def test_first_stages_of_a_published_resnet(tmp_path: Path) -> None:
 
 
 def test_published_shapes() -> None:
-    shapes = {name: tuple(tensor.shape) for name, tensor in QueryDecoder(256).state_dict().items()}
+    shapes = {
+        name: tuple(tensor.shape) for name, tensor in QueryDecoder(256, QueryDecoderConfig()).state_dict().items()
+    }
     of_decoder = {name.partition("decoder.")[2]: shape for name, shape in shapes_of("medklip").items()}
     of_decoder.pop("")
     assert shapes == of_decoder

@@ -6,9 +6,11 @@ import pytest
 import torch
 from helpers import gloria_ranks
 from helpers.contrastive_systems import make_batch, radzero
+from helpers.errors import raises
 from torch import Tensor
 
 import medvl
+from medvl.errors import ConfigError
 from medvl.losses.local.statements import in_chunks, patch_cosine, statement_contrast
 from medvl.models.dual_encoders.parts.statements import embed_statements
 
@@ -134,6 +136,18 @@ def test_a_frozen_image_encoder_has_no_gradient_and_everything_else_one() -> Non
     model(make_batch("radzero")).total.backward()
     for name, parameter in model.named_parameters():
         assert (parameter.grad is not None) == (not name.startswith("image_encoder.")), name
+
+
+def test_images_are_the_class_token_and_the_patches_behind_the_trained_layers() -> None:
+    model, pixels_BCHW = radzero(trained_layers=1).eval(), torch.randint(0, 256, (2, 1, 32, 32), dtype=torch.uint8)
+    features = model.image_encoder(pixels_BCHW)
+    tokens_BKD = model.norm(model.layers[0](torch.cat([features.pooled_BD[:, None], features.patches_BPD], dim=1)))
+    torch.testing.assert_close(model.unnormalized_image(pixels_BCHW), tokens_BKD[:, 0])
+    unit_BKD = tokens_BKD / tokens_BKD.norm(dim=2, keepdim=True)
+    torch.testing.assert_close(model.embed_images(pixels_BCHW).local_NPE, unit_BKD)
+    torch.testing.assert_close(model.embed_regions(pixels_BCHW), unit_BKD[:, 1:])
+    with raises(ConfigError, "out_of_range", "trained_layers"):
+        radzero(trained_layers=-1)
 
 
 def test_equal_patches_have_a_flat_map_and_a_saved_model_is_the_same(

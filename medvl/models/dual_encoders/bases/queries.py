@@ -15,32 +15,26 @@ from medvl.data.transforms.image import EvalTransform
 from medvl.encoders import ImageEncoder, TextEncoder, freeze_layers
 from medvl.errors import ConfigError
 from medvl.losses.gather import mean_over_ranks
-from medvl.models.config_checks import check_within
 from medvl.models.dual_encoders.bases.base import DualEncoderConfig, projection_head
 from medvl.models.dual_encoders.bases.build import create_encoders
 from medvl.models.dual_encoders.bases.text_maps import TextMaps
 from medvl.models.dual_encoders.parts.query_book import QueryBook
-from medvl.models.dual_encoders.parts.query_decoder import QueryDecoder
+from medvl.models.dual_encoders.parts.query_decoder import QueryDecoder, QueryDecoderConfig
 from medvl.schema import FINDINGS, Batch, Embeddings, Inputs, Losses
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class QueryConfig(DualEncoderConfig):
+class QueryConfig(QueryDecoderConfig, DualEncoderConfig):
     """Settings of a system that asks about entities."""
 
     entities: tuple[str, ...] = FINDINGS
     """Names of the entities: the label columns of the shards, in their order."""
     descriptions: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """Name -> sentence that is its query; of others, `medvl.data.reports.entities.describe`."""
-    decoder_layers: int = 4
-    decoder_heads: int = 4
-    decoder_hidden: int = 1024
-    dropout: float = 0.1
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_within(self, "[1, inf)", "decoder_layers", "decoder_heads", "decoder_hidden")
-        check_within(self, "[0, 1)", "dropout")
+        self.check_decoder()
 
 
 class QueryEncoder(TextMaps):
@@ -99,19 +93,11 @@ class QueryEncoder(TextMaps):
     def make_heads(cls, config: Any, image_encoder: ImageEncoder, text_encoder: TextEncoder) -> dict[str, Any]:
         """Return the modules behind the encoders, by name of the constructor's argument."""
         width, sentences = config.projection_dim, cls.sentences_of(config)
-        decoder = QueryDecoder(
-            width,
-            layers=config.decoder_layers,
-            heads=config.decoder_heads,
-            hidden=config.decoder_hidden,
-            dropout=config.dropout,
-            shared_norm=cls.shared_norm,
-        )
         return {
+            "decoder": QueryDecoder(width, config, shared_norm=cls.shared_norm),
             "image_head": projection_head(image_encoder.patch_dim, width),
             "text_head": nn.Linear(text_encoder.feature_dim, width),
             "book": QueryBook([text for each in sentences for text in each], text_encoder.feature_dim),
-            "decoder": decoder,
             "presence": nn.Linear(width * len(sentences[0]), 2),
         }
 

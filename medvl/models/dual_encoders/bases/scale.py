@@ -1,12 +1,29 @@
 """The learned temperature that CLIP and its successors share."""
 
+import dataclasses
 import math
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from medvl.models.dual_encoders.bases.base import ContrastiveEncoder
+from medvl.models.config_checks import check_within
+from medvl.models.dual_encoders.bases.base import ContrastiveEncoder, DualEncoderConfig
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ScaleConfig(DualEncoderConfig):
+    """Settings of a dual-encoder whose temperature is learned; CLIP's by default."""
+
+    temperature: float = 0.07
+    """Initial temperature; the logarithm of its inverse, the scale, is learned."""
+    max_scale: float | None = 100.0
+    """Upper bound of the scale, applied before each training step (CLIP, section 2.5); None has no bound."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_within(self, "(0, inf)", "temperature")
+        check_within(self, f"[{1 / self.temperature}, inf)", "max_scale")
 
 
 class LearnedScale(ContrastiveEncoder):
@@ -19,6 +36,12 @@ class LearnedScale(ContrastiveEncoder):
     def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
         super().__init__(config, *args, **kwargs)
         self.logit_scale = nn.Parameter(torch.tensor(-math.log(config.temperature)))
+
+    def scale(self) -> Tensor:
+        """Return the factor of cosines, a scalar; in training, limit the parameter first."""
+        if self.training:
+            self.clamp_scale()
+        return self.logit_scale.exp()
 
     def clamp_scale(self) -> None:
         """Limit the scale to `max_scale` in place: beyond a clamp in the loss, the scale would have no gradient."""

@@ -22,6 +22,12 @@ def score_head(width: int, hidden: Sequence[int], dropout: float) -> nn.Sequenti
     return nn.Sequential(*layers, nn.Linear(widths[-1], 1))
 
 
+def with_global(global_NE: Tensor, local_NPE: Tensor, mask_NP: Tensor) -> tuple[Tensor, Tensor]:
+    """Return (N, K, E) and its mask (N, K), K = 1 + P: the vector of each row before its local features."""
+    memory_NKE = torch.cat([global_NE[:, None], local_NPE], dim=1)
+    return memory_NKE, torch.cat([mask_NP.new_ones(len(mask_NP), 1), mask_NP], dim=1)
+
+
 def pair_scores(
     read: Callable[[Tensor, Tensor, Tensor], Tensor],
     memory_NKE: Tensor,

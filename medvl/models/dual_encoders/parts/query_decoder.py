@@ -1,6 +1,6 @@
 """Transformer decoder whose queries read a memory with padding: statements over patches, images over words, entities.
 
-    decoder = QueryDecoder(768, self_attention=False)                  # CARZero: no query knows another one
+    decoder = QueryDecoder(768, config, self_attention=False)          # CARZero: no query knows another one
     states_BQD = decoder(query_BQD, memory_BKD, mask_BK)
     states_BQD, attention_BQK = decoder.with_attention(query_BQD, memory_BKD, mask_BK)
 
@@ -8,37 +8,48 @@ Parameters have the names of torch's `TransformerDecoder`, which those of MedKLI
 queries, K positions of the memory; the others as in `medvl.schema`.
 """
 
+import dataclasses
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from medvl.models.config_checks import check_within
 from medvl.models.dual_encoders.parts.heads import mask_of
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class QueryDecoderConfig:
+    """Settings of a `QueryDecoder`, to inherit beside those of a system; published ones of all of its systems."""
+
+    decoder_layers: int = 4
+    decoder_heads: int = 4
+    decoder_hidden: int = 1024
+    dropout: float = 0.1
+    """Rate of dropout in the decoder, and in CARZero's head."""
+
+    def check_decoder(self) -> None:
+        """Raise ConfigError for a value out of range."""
+        check_within(self, "[1, inf)", "decoder_layers", "decoder_heads", "decoder_hidden")
+        check_within(self, "[0, 1)", "dropout")
 
 
 class QueryDecoder(nn.Module):
     """Pre-norm layers of attention among queries, attention to the memory, and a feed-forward network with ReLU.
 
     Args:
-        dim, layers, heads, hidden, dropout: sizes; the defaults are those of MedKLIP, KAD, MAVL and CARZero.
+        dim: width of queries and memory.
+        config: sizes.
         self_attention: whether queries attend to each other. The score of a query then depends on the others: score
             unseen queries beside the trained ones, as the papers do.
         shared_norm: apply the last norm to queries and memory as well (KAD, CARZero).
     """
 
     def __init__(
-        self,
-        dim: int,
-        *,
-        layers: int = 4,
-        heads: int = 4,
-        hidden: int = 1024,
-        dropout: float = 0.1,
-        self_attention: bool = True,
-        shared_norm: bool = False,
+        self, dim: int, config: QueryDecoderConfig, *, self_attention: bool = True, shared_norm: bool = False
     ) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(_Layer(dim, heads, hidden, dropout, self_attention) for _ in range(layers))
+        self.layers = nn.ModuleList(_Layer(dim, config, self_attention) for _ in range(config.decoder_layers))
         self.norm = nn.LayerNorm(dim)
         self.shared_norm = shared_norm
 
@@ -70,8 +81,9 @@ class QueryDecoder(nn.Module):
 class _Layer(nn.TransformerDecoderLayer):
     """Layer of torch with optional self-attention, which returns the attention to the memory."""
 
-    def __init__(self, dim: int, heads: int, hidden: int, dropout: float, self_attention: bool) -> None:
-        super().__init__(dim, heads, hidden, dropout, batch_first=True, norm_first=True)
+    def __init__(self, dim: int, config: QueryDecoderConfig, self_attention: bool) -> None:
+        sizes = config.decoder_heads, config.decoder_hidden, config.dropout
+        super().__init__(dim, *sizes, batch_first=True, norm_first=True)
         if not self_attention:
             del self.self_attn, self.norm1, self.dropout1
 

@@ -32,19 +32,29 @@ def embed_statements(batch: Batch, embed: Callable[[Tensor, Tensor], Embeddings]
     return dataclasses.replace(_rows(embedded, column_N), pair_N=pair_N, group_N=group_N)
 
 
+def distinct_statements(statements: Embeddings, images: int, *, merge: bool = True) -> tuple[Tensor, Tensor]:
+    """Return (U, E), the vectors of statements, and (images, U) bool: whether an image has a statement.
+
+    Args:
+        statements: rows of `embed_statements`, of all ranks.
+        images: number of images of all ranks.
+        merge: make equal statements one column, which is a positive of all their images.
+    """
+    pair_N, group_N = statements.pair_N, statements.group_N
+    assert pair_N is not None, "embed_statements numbers samples"
+    assert group_N is not None, "embed_statements numbers texts"
+    first_U, column_N = first_of_equal(group_N if merge else torch.arange(len(group_N), device=group_N.device))
+    positive_NU = torch.zeros(images, len(first_U), dtype=torch.bool, device=pair_N.device)
+    positive_NU[pair_N, column_N] = True
+    return statements.global_NE[first_U], positive_NU
+
+
 def first_of_equal(group_N: Tensor) -> tuple[Tensor, Tensor]:
     """Return (U,), the first row of each group in the order of their numbers, and (N,), the group of each row."""
     known_U, column_N = torch.unique(group_N, return_inverse=True)
     row_N = torch.arange(len(group_N), device=group_N.device)
     first_U = row_N.new_full((len(known_U),), len(group_N)).scatter_reduce(0, column_N, row_N, "amin")
     return first_U, column_N
-
-
-def positives(pair_N: Tensor, column_N: Tensor, images: int, columns: int) -> Tensor:
-    """Return (images, columns) bool: whether an image has a statement of a column."""
-    positive = torch.zeros(images, columns, dtype=torch.bool, device=pair_N.device)
-    positive[pair_N, column_N] = True
-    return positive
 
 
 def _rows(side: Embeddings, index_N: Tensor) -> Embeddings:

@@ -1,13 +1,29 @@
 """Contrast of masked images and reports, weighted by what is visible (MaCo, Huang et al., arXiv 2309.05904)."""
 
+import dataclasses
 import math
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from medvl.losses.gather import gather
+from medvl.models.config_checks import check_within
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RecordContrastConfig:
+    """Settings of the contrast, to inherit beside a system's other settings."""
+
+    contrast_weight: float = 0.0
+    """Weight of the contrast of images and whole reports. MaCo's released code reads its balance and ignores it."""
+    contrast_scale: float = 1 / 0.03
+    """Start of the learned factor of cosines."""
+
+    def check_contrast(self) -> None:
+        """Raise ConfigError for a value out of range."""
+        check_within(self, "[0, inf)", "contrast_weight")
+        check_within(self, "(0, inf)", "contrast_scale")
 
 
 class WeightedContrast(nn.Module):
@@ -18,10 +34,10 @@ class WeightedContrast(nn.Module):
     Args:
         image_dim, text_dim: widths of patches and of the text's vector.
         cells: P, number of patches of an image.
-        config: an `MRMConfig`.
+        config: has the start of the factor.
     """
 
-    def __init__(self, image_dim: int, text_dim: int, cells: int, config: Any) -> None:
+    def __init__(self, image_dim: int, text_dim: int, cells: int, config: RecordContrastConfig) -> None:
         super().__init__()
         self.image_head, self.text_head = nn.Linear(image_dim, image_dim), nn.Linear(text_dim, image_dim)
         self.place = nn.Linear(cells, 1)

@@ -1,7 +1,7 @@
 """Masked words of a report as MRM and ECAMP select them: always by the mask token, entities first, negations light."""
 
 import dataclasses
-from typing import Any
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -11,6 +11,7 @@ from medvl.data.knowledge.finder import EntityFinder
 from medvl.data.knowledge.linker import EntityLinker
 from medvl.losses.masked.mlm import IGNORED, masked_positions
 from medvl.models.base import System, complete_rows
+from medvl.models.config_checks import check_choice, check_within
 from medvl.models.masked_words import text_masking
 from medvl.schema import Batch
 
@@ -24,6 +25,28 @@ ENTITIES = (
 _NEGATIONS, _STOPS = ("no", "without", "not"), (".", ";")
 _NEAR = 2
 """Tokens on each side of an entity that are masked with it."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RecordWordsConfig:
+    """Settings of masked words, to inherit beside a system's other settings; MRM's by default, options are ECAMP's."""
+
+    mlm_probability: float = 0.5
+    """Share of the words that are replaced by the mask token."""
+    mlm_weight: float = 1.0
+    entities_first: bool = False
+    """Mask words of entities and beside them before other words."""
+    entities: tuple[str, ...] = ENTITIES
+    negation_weight: float = 1.0
+    """Weight of words between a negation ("there is no", "without") and the end of its sentence."""
+    text_fusion: Literal["add", "attention"] = "add"
+    """How words read the image: its mean patch is added to each; or also what each attends to among the patches."""
+
+    def check_words(self) -> None:
+        """Raise ConfigError for a value out of range."""
+        check_within(self, "(0, 1)", "mlm_probability")
+        check_within(self, "[0, inf)", "mlm_weight", "negation_weight")
+        check_choice(self, "text_fusion", ("add", "attention"))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,12 +66,12 @@ class RecordWords:
 
     Args:
         model: has the tokenizer.
-        config: an `MRMConfig`.
+        config: which words, and their weights.
 
     Raises ConfigError without a tokenizer or a mask token.
     """
 
-    def __init__(self, model: System, config: Any) -> None:
+    def __init__(self, model: System, config: RecordWordsConfig) -> None:
         self.masking = text_masking(model, rate=config.mlm_probability, whole_words=True)
         assert model.tokenizer is not None, "checked by text_masking"
         self.rate, self.negation_weight = config.mlm_probability, config.negation_weight
