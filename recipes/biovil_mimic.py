@@ -62,12 +62,8 @@ SMALL = BioViLConfig(
     attention_dropout=0.0,
     max_tokens=64,
 )
-tiny = ZeroShotRecipe(
-    model=SMALL,
-    pretrained=False,
-    data=dataclasses.replace(quickstart.DATA, text=SECTIONS),
-    optim=quickstart.OPTIM,
-    train=dataclasses.replace(quickstart.TRAIN, run_dir=Path("quickstart/biovil"), packed_text=True),
+tiny = quickstart.zero_shot_recipe(
+    "biovil", SMALL, dataclasses.replace(quickstart.DATA, text=SECTIONS), packed_text=True
 )
 tiny_local = dataclasses.replace(
     tiny,

@@ -40,8 +40,9 @@ paper = ZeroShotRecipe(
         packed_text=True,
     ),
 )
-tiny = ZeroShotRecipe(
-    model=BioViLTConfig(
+tiny = quickstart.zero_shot_recipe(
+    "biovil-t",
+    BioViLTConfig(
         image_encoder="resnet_tiny",
         text_encoder="tiny_bert",
         image_size=112,
@@ -55,10 +56,8 @@ tiny = ZeroShotRecipe(
         pooler_dim=128,
         pooler_blocks=1,
     ),
-    pretrained=False,
-    data=dataclasses.replace(quickstart.DATA, text=WholeText()),
-    optim=quickstart.OPTIM,
-    train=dataclasses.replace(quickstart.TRAIN, run_dir=Path("quickstart/biovil-t"), packed_text=True),
+    dataclasses.replace(quickstart.DATA, text=WholeText()),
+    packed_text=True,
 )
 PRESETS = {"paper": paper, "tiny": tiny}
 MAKE_DATA = "medvl shards mimic-cxr --root MIMIC-CXR --views PA AP --out shards/mimic-cxr --short-side 512"

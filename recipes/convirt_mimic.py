@@ -17,7 +17,6 @@ weaker augmentation without the flip, and AdamW with a cosine schedule instead o
 of the five competition findings was 0.896 [0.883, 0.909].
 """
 
-import dataclasses
 from pathlib import Path
 
 from medvl.data import ConVIRTAugmentation, RandomSentence
@@ -44,8 +43,9 @@ paper = ZeroShotRecipe(
         early_stop_patience=15,
     ),
 )
-tiny = ZeroShotRecipe(
-    model=ConVIRTConfig(
+tiny = quickstart.zero_shot_recipe(
+    "convirt",
+    ConVIRTConfig(
         image_encoder="resnet_tiny",
         text_encoder="tiny_bert",
         image_size=112,
@@ -55,10 +55,7 @@ tiny = ZeroShotRecipe(
         attention_dropout=0.0,
         max_tokens=48,
     ),
-    pretrained=False,
-    data=quickstart.DATA,
-    optim=quickstart.OPTIM,
-    train=dataclasses.replace(quickstart.TRAIN, run_dir=Path("quickstart/convirt"), packed_text=True),
+    packed_text=True,
 )
 
 PRESETS = {"paper": paper, "tiny": tiny}

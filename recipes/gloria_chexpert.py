@@ -21,7 +21,6 @@ the text attends to every region. So this token is left out, words and regions a
 is ten times the paper's. AdamW with a cosine schedule instead of Adam on a plateau.
 """
 
-import dataclasses
 from pathlib import Path
 
 from medvl.data import RandomCrop, RandomSentence
@@ -55,8 +54,9 @@ paper = ZeroShotRecipe(
         early_stop_patience=10,
     ),
 )
-tiny = ZeroShotRecipe(
-    model=GLoRIAConfig(
+tiny = quickstart.zero_shot_from_convirt(
+    "gloria",
+    GLoRIAConfig(
         image_encoder="resnet_tiny",
         text_encoder="tiny_bert",
         image_size=112,
@@ -70,11 +70,6 @@ tiny = ZeroShotRecipe(
         temp1=40.0,
         max_tokens=48,
     ),
-    pretrained=False,
-    init_from=Path("quickstart/convirt/best"),
-    data=quickstart.DATA,
-    optim=dataclasses.replace(quickstart.OPTIM, lr=6e-4),
-    train=dataclasses.replace(quickstart.TRAIN, run_dir=Path("quickstart/gloria"), epochs=12),
 )
 
 PRESETS = {"paper": paper, "tiny": tiny}

@@ -43,23 +43,10 @@ paper = ZeroShotRecipe(
     ),
     prompts="statements",
 )
-tiny = ZeroShotRecipe(
-    model=KADConfig(
-        image_encoder="resnet_tiny",
-        text_encoder="tiny_bert",
-        image_size=112,
-        fit="squash",
-        projection_dim=192,
-        max_tokens=96,
-        decoder_layers=2,
-        decoder_hidden=256,
-        dropout=0.0,
-    ),
-    pretrained=False,
-    init_from=Path("quickstart/convirt/best"),
-    data=dataclasses.replace(quickstart.DATA, text=Statements(joined=True)),
-    optim=dataclasses.replace(quickstart.OPTIM, lr=6e-4),
-    train=dataclasses.replace(quickstart.TRAIN, run_dir=Path("quickstart/kad"), epochs=12),
+tiny = quickstart.zero_shot_from_convirt(
+    "kad",
+    KADConfig(**{**quickstart.QUERIES, "projection_dim": 192, "max_tokens": 96}),
+    dataclasses.replace(quickstart.DATA, text=Statements(joined=True)),
     prompts="statements",
 )
 

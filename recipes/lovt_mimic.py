@@ -57,12 +57,8 @@ SMALL: dict[str, Any] = {
     "attention_dropout": 0.0,
     "max_tokens": 256,
 }
-tiny = ZeroShotRecipe(
-    model=LoVTConfig(**SMALL),
-    pretrained=False,
-    data=dataclasses.replace(quickstart.DATA, text=SwappedSentences()),
-    optim=quickstart.OPTIM,
-    train=dataclasses.replace(quickstart.TRAIN, run_dir=Path("quickstart/lovt"), packed_text=True),
+tiny = quickstart.zero_shot_recipe(
+    "lovt", LoVTConfig(**SMALL), dataclasses.replace(quickstart.DATA, text=SwappedSentences()), packed_text=True
 )
 analysis = dataclasses.replace(
     paper,

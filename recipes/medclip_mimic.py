@@ -26,7 +26,6 @@ Preset `tiny`: the encoders, texts and augmentation of `recipes/convirt_mimic.py
 are not drawn at random, so each is embedded once.
 """
 
-import dataclasses
 from pathlib import Path
 
 from medvl.data import ConVIRTAugmentation, RandomSentence
@@ -60,8 +59,9 @@ paper = ZeroShotRecipe(
         run_dir=Path("runs/medclip-mimic"), epochs=10, global_batch=100, precision="bf16", channels_last=True
     ),
 )
-tiny = ZeroShotRecipe(
-    model=MedCLIPConfig(
+tiny = quickstart.zero_shot_recipe(
+    "medclip",
+    MedCLIPConfig(
         image_encoder="resnet_tiny",
         text_encoder="tiny_bert",
         image_size=112,
@@ -71,10 +71,7 @@ tiny = ZeroShotRecipe(
         two_texts=False,
         max_tokens=48,
     ),
-    pretrained=False,
-    data=quickstart.DATA,
-    optim=quickstart.OPTIM,
-    train=dataclasses.replace(quickstart.TRAIN, run_dir=Path("quickstart/medclip"), packed_text=True),
+    packed_text=True,
 )
 
 PRESETS = {"paper": paper, "tiny": tiny}

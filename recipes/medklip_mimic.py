@@ -15,7 +15,6 @@ Goals on MIMIC-CXR with prompts `statements`, the published figures: AUROC of Ch
 Preset `tiny`: 12 epochs from the encoders of `recipes/convirt_mimic.py tiny`, with its augmentation and schedule.
 """
 
-import dataclasses
 from pathlib import Path
 
 from medvl.data import ConVIRTAugmentation, WholeText
@@ -38,26 +37,7 @@ paper = ZeroShotRecipe(
     ),
     prompts="statements",
 )
-tiny = ZeroShotRecipe(
-    model=MedKLIPConfig(
-        image_encoder="resnet_tiny",
-        image_arguments={},
-        text_encoder="tiny_bert",
-        image_size=112,
-        fit="squash",
-        projection_dim=128,
-        max_tokens=48,
-        decoder_layers=2,
-        decoder_hidden=256,
-        dropout=0.0,
-    ),
-    pretrained=False,
-    init_from=Path("quickstart/convirt/best"),
-    data=quickstart.DATA,
-    optim=dataclasses.replace(quickstart.OPTIM, lr=6e-4),
-    train=dataclasses.replace(quickstart.TRAIN, run_dir=Path("quickstart/medklip"), epochs=12),
-    prompts="statements",
-)
+tiny = quickstart.zero_shot_from_convirt("medklip", MedKLIPConfig(**quickstart.QUERIES), prompts="statements")
 
 PRESETS = {"paper": paper, "tiny": tiny}
 MAKE_DATA = "medvl shards mimic-cxr --root MIMIC-CXR --views PA AP --out shards/mimic-cxr"

@@ -54,8 +54,9 @@ paper_vit = dataclasses.replace(
     model=MGCAConfig(image_encoder="timm:deit_base_patch16_224", encoder_size=None, patch_level=-1),
     train=dataclasses.replace(paper.train, run_dir=Path("runs/mgca-vit-mimic"), channels_last=False),
 )
-tiny = ZeroShotRecipe(
-    model=MGCAConfig(
+tiny = quickstart.zero_shot_from_convirt(
+    "mgca",
+    MGCAConfig(
         image_encoder="resnet_tiny",
         text_encoder="tiny_bert",
         text_arguments={},
@@ -68,11 +69,6 @@ tiny = ZeroShotRecipe(
         num_prototypes=100,
         freeze_prototypes_steps=80,
     ),
-    pretrained=False,
-    init_from=Path("quickstart/convirt/best"),
-    data=quickstart.DATA,
-    optim=dataclasses.replace(quickstart.OPTIM, lr=6e-4),
-    train=dataclasses.replace(quickstart.TRAIN, run_dir=Path("quickstart/mgca"), epochs=12),
 )
 
 PRESETS = {"paper": paper, "paper-vit": paper_vit, "tiny": tiny}

@@ -88,9 +88,30 @@ ALIGNED: dict[str, Any] = {
 }
 """Model settings of ALBEF and its successors: a short queue, and a teacher that follows faster."""
 
+QUERIES: dict[str, Any] = {
+    "image_encoder": "resnet_tiny",
+    "image_arguments": {},
+    "text_encoder": "tiny_bert",
+    "image_size": 112,
+    "fit": "squash",
+    "projection_dim": 128,
+    "max_tokens": 48,
+    "decoder_layers": 2,
+    "decoder_hidden": 256,
+    "dropout": 0.0,
+}
+"""Model settings of MedKLIP and its successors: two layers of queries over the grid of `ENCODERS`' image encoder."""
+
+_CONVIRT = Path("quickstart/convirt/best")
+
 
 def zero_shot_recipe(
-    name: str, model: TowersConfig, data: DataConfig = DATA, prompts: str = "chexpert_ensemble"
+    name: str,
+    model: TowersConfig,
+    data: DataConfig = DATA,
+    prompts: str = "chexpert_ensemble",
+    *,
+    packed_text: bool = False,
 ) -> ZeroShotRecipe:
     """Return the preset `tiny` of a dual-encoder from scratch.
 
@@ -99,15 +120,31 @@ def zero_shot_recipe(
         model: settings of the system.
         data: shards, texts and augmentation.
         prompts: prompt set of the evaluation during training.
+        packed_text: `TrainConfig.packed_text`.
     """
-    run_dir = Path("quickstart") / name
     return ZeroShotRecipe(
         model=model,
         pretrained=False,
         data=data,
         optim=OPTIM,
-        train=dataclasses.replace(TRAIN, run_dir=run_dir),
+        train=dataclasses.replace(TRAIN, run_dir=Path("quickstart") / name, packed_text=packed_text),
         prompts=prompts,
+    )
+
+
+def zero_shot_from_convirt(
+    name: str, model: TowersConfig, data: DataConfig = DATA, prompts: str = "chexpert_ensemble"
+) -> ZeroShotRecipe:
+    """Return the preset `tiny` of a dual-encoder that starts from the encoders of the quickstart's ConVIRT.
+
+    Arguments are those of `zero_shot_recipe`.
+    """
+    scratch = zero_shot_recipe(name, model, data, prompts)
+    return dataclasses.replace(
+        scratch,
+        init_from=_CONVIRT,
+        optim=dataclasses.replace(OPTIM, lr=6e-4),
+        train=dataclasses.replace(scratch.train, epochs=12),
     )
 
 
@@ -123,7 +160,7 @@ def fusion_recipe(name: str, model: ImageConfig, epochs: int = 12) -> Recipe:
     return Recipe(
         model=model,
         pretrained=False,
-        init_from=Path("quickstart/convirt/best"),
+        init_from=_CONVIRT,
         data=DATA,
         optim=dataclasses.replace(OPTIM, lr=5e-4),
         train=dataclasses.replace(TRAIN, run_dir=run_dir, epochs=epochs, best_metric="loss", best_mode="min"),
