@@ -6,6 +6,7 @@ and commit it:
     MEDVL_WRITE_GOLDEN=1 pytest tests/test_golden.py
 """
 
+import dataclasses
 import json
 import math
 import os
@@ -16,6 +17,7 @@ from typing import Any, Literal
 
 import pytest
 import torch
+from helpers.fusion_samples import TINY, knowledge_folder
 from torch import nn
 
 from medvl.data.reports.entities import positions_of
@@ -59,13 +61,19 @@ STATEMENTS = (
     "mrm_mimic",
 )
 """Recipes of systems on statements, entities and masked records."""
-SHORT = ("vilt_mimic", "albef_roco_medicat", "m2i2_clef", "mumc_figures", "ptunifier_figures", *STATEMENTS)
+FUSION = (
+    *("vilt_mimic", "albef_roco_medicat", "m2i2_clef", "mumc_figures", "ptunifier_figures"),
+    *("uniter_mimic", "lxmert_mimic", "arl_mimic", "berthop_openi", "mixed_mimic"),
+)
+SHORT = (*FUSION, *STATEMENTS)
 """Recipes whose first five losses are enough: they are built of parts that the others have as well."""
 BATCHES, PAIRS = 4, 4
 SHOWN = (1, 10, 20, 30, 40, 50)
 SHOWN_SHORT = (1, 5)
 FINDINGS = ("effusion", "consolidation", "edema", "pneumothorax")
 SIDES = ("left", "right", "bilateral", "small")
+UNPAIRED = {"mixed_mimic": (torch.tensor([True, True, True, False]), torch.tensor([True, True, False, True]))}
+"""Recipe -> which rows of a batch have an image, and which a text; elsewhere all have both."""
 TEXTS = [f"There is a {side} {finding}." for finding in FINDINGS for side in SIDES]
 
 
@@ -74,6 +82,18 @@ def findings_of(texts: list[str], entities: tuple[str, ...] | None) -> torch.Ten
     if entities is None:
         return torch.tensor([[float(finding in text) for finding in FINDINGS] for text in texts])
     return torch.tensor([[float(label_report(text).get(name, 0)) for name in entities] for text in texts])
+
+
+def model_of(recipe: str) -> Any:
+    """Return the model's settings in the preset `tiny`, with files of the quickstart replaced by small stand-ins."""
+    config = runpy.run_path(str(ROOT / "recipes" / f"{recipe}.py"))["PRESETS"]["tiny"].model
+    if recipe == "arl_mimic":
+        return dataclasses.replace(config, knowledge=knowledge_folder(), entity_width=8, entity_heads=2)
+    if recipe == "uniter_mimic":
+        return dataclasses.replace(config, task_mix=False)  # all of its losses, where the recipe has one in each step
+    if recipe == "berthop_openi":
+        return dataclasses.replace(config, image_arguments=TINY["berthop"]["image_arguments"])
+    return config
 
 
 def batches(config: Any, tokenizer: Any, labels: bool, steps: int) -> Iterator[Batch]:
@@ -106,6 +126,9 @@ def start(model: nn.Module) -> None:
         if parameter.ndim > 1:
             noise = torch.randn(parameter.shape, generator=generator)
             parameter.data = noise / math.sqrt(parameter[0].numel())
+    for name, buffer in sorted(model.named_buffers()):
+        if name.endswith(("kernel_N1HW", "components_QGD")):  # of PixelHop++, which is fitted and not trained
+            buffer.copy_(torch.randn(buffer.shape, generator=generator) / math.sqrt(buffer[0].numel()))
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
@@ -113,18 +136,21 @@ def start(model: nn.Module) -> None:
 
 def curves(recipe: str, precision: Literal["fp32", "bf16"] = "fp32") -> dict[str, list[float]]:
     """Every term of the loss at some of the steps, at a constant rate."""
-    settings = runpy.run_path(str(ROOT / "recipes" / f"{recipe}.py"))["PRESETS"]["tiny"]
+    optim = runpy.run_path(str(ROOT / "recipes" / f"{recipe}.py"))["PRESETS"]["tiny"].optim
+    config = model_of(recipe)
     tokenizer = train_wordpiece(TEXTS, vocab_size=200, min_frequency=1)
     torch.manual_seed(0)  # vectors, such as biases of heads, keep what they were created with
-    model = create_model(settings.model, tokenizer=tokenizer).train()
+    model = create_model(config, tokenizer=tokenizer).train()
     start(model)
     world = RankInfo(rank=0, size=1, local_size=1, device=torch.device("cpu"))
-    optimizer = build_optimizer(model, settings.optim)
+    optimizer = build_optimizer(model, optim)
     options: dict[str, Any] = {"seed": 0, "clip_norm": 1.0, "channels_last": False}
     step = Step(DDPModel(model, world), optimizer, Precision(precision, world.device), **options)
     found: dict[str, list[float]] = {}
     shown = SHOWN_SHORT if recipe in SHORT else SHOWN
-    for number, batch in enumerate(batches(settings.model, tokenizer, model.inputs.labels, shown[-1]), start=1):
+    has_image_B, has_text_B = UNPAIRED.get(recipe, (None, None))
+    for number, whole in enumerate(batches(config, tokenizer, model.inputs.labels, shown[-1]), start=1):
+        batch = dataclasses.replace(whole, has_image_B=has_image_B, has_text_B=has_text_B)
         (losses,) = step(number, 1e-4, [batch], 1).losses
         if number in shown:
             for name, value in {"total": losses.total, **losses.terms}.items():
