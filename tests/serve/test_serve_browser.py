@@ -1,4 +1,7 @@
-"""The page in headless Chromium: by keyboard, on a phone, with two models, with a token. Skipped without playwright or browser."""
+"""The page in headless Chromium: by keyboard, on a phone, with two models, with a token.
+
+The browser is that of MEDVL_BROWSER, or a Chromium or Chrome of the machine; without one the tests are skipped.
+"""
 
 import asyncio
 import os
@@ -17,8 +20,10 @@ from medvl.serve import Gallery, ServeConfig, create_app
 from medvl.serve.run import listen
 
 playwright_api = pytest.importorskip("playwright.sync_api")
-BROWSER = os.environ.get("MEDVL_BROWSER") or shutil.which("chromium") or shutil.which("google-chrome")
-pytestmark = [pytest.mark.slow, pytest.mark.skipif(BROWSER is None, reason="no Chromium; name one in MEDVL_BROWSER")]
+NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
+BROWSER = os.environ.get("MEDVL_BROWSER") or next(filter(None, map(shutil.which, NAMES)), None)
+WHY = f"none of {', '.join(NAMES)} is installed; install one, or name a Chromium in MEDVL_BROWSER"
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(BROWSER is None, reason=WHY)]
 ARGUMENTS = ["--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking"]
 TOKEN = "a-token-of-more-than-16"
 
