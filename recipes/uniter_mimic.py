@@ -5,7 +5,7 @@
     torchrun recipes/uniter_mimic.py tiny --help     # every setting
     torchrun recipes/vqa_finetune.py --init-from runs/uniter-mimic/best     # fine-tune for VQA
 
-Preset `paper`: BERT-base over the cells of a ResNet-50 at 224 pixels and 60 words; one task a step; AdamW at 5e-5,
+Preset `paper`: BERT-base over the cells of a ResNet-50 at 224 pixels and 60 words; one task per step; AdamW at 5e-5,
 200,000 steps of which 10,000 warm up, gradients clipped at 5. The paper packs 20,480 tokens into a batch; here it is
 160 pairs. Regions of a detector as in the paper: `--model.image-encoder regions:1024+7 --model.region-classes 91
 --data.regions NAME`, for the width, the classes and the name of what `medvl regions` wrote.

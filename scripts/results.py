@@ -53,7 +53,7 @@ TABLES = (
     Table(
         name="grounding",
         corner="phrases of other patients",
-        columns={"ConVIRT": "grounding-convirt", "GLoRIA from it": "grounding-gloria"},
+        columns={"ConVIRT": "grounding-convirt", "GLoRIA from ConVIRT": "grounding-gloria"},
         rows={
             "pointing game": ("pointing_game", "overall"),
             "contrast to noise": ("cnr", "overall"),
@@ -63,7 +63,7 @@ TABLES = (
     Table(
         name="systems",
         corner="zero-shot, mean AUROC of the five",
-        columns={"ConVIRT": "zero-shot", "GLoRIA from it": "zero-shot-gloria", "CheXzero": "zero-shot-chexzero"},
+        columns={"ConVIRT": "zero-shot", "GLoRIA from ConVIRT": "zero-shot-gloria", "CheXzero": "zero-shot-chexzero"},
         rows={"mean of the five": _MEAN},
     ),
     Table(

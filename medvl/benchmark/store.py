@@ -112,7 +112,7 @@ def read_run(folder: Path) -> Run:
     """Read the run of a folder. Raises ConfigError where it has none."""
     path = folder / RUN
     if not path.is_file():
-        raise ConfigError(f"{folder} has no {RUN}; it is no run of a benchmark", "not_found", field="run")
+        raise ConfigError(f"{folder} has no {RUN}; it is not a run of a benchmark", "not_found", field="run")
     return from_dict(Run, json.loads(path.read_text(encoding="utf-8")))
 
 

@@ -53,7 +53,7 @@ def benchmark(
 ) -> None:
     """Train and evaluate systems by a TOML file or a preset, with one store of results and a site of pages.
 
-    What is finished is not repeated, and what was killed goes on. The exit status is 1 if anything failed.
+    Finished runs are not repeated, and interrupted ones continue. The exit status is 1 if anything failed.
 
     Args:
         source: a .toml file, the name of a preset (`medvl list benchmarks`), or a folder OUT/runs/KEY, whose run is

@@ -20,8 +20,8 @@ from medvl.train.recipe_files import find_recipe, load_recipe_module
 def doctor(arguments: Sequence[str]) -> str:
     """Measure the training speed of a recipe and find its bottleneck, or check several nodes or remote shards.
 
-    Raises ConfigError if the file is no recipe, and the errors of its data and model; `nodes` raises TrainingError if a
-    check fails.
+    Raises ConfigError if the file is not a recipe, and the errors of its data and model; `nodes` raises TrainingError
+    if a check fails.
     """
     if arguments[:1] == ["nodes"]:
         return _nodes(arguments[1:])
@@ -50,7 +50,7 @@ def doctor(arguments: Sequence[str]) -> str:
 def load_recipe(path: Path, arguments: Sequence[str]) -> tuple[ModuleType, Any]:
     """Import the module of a recipe, and parse its settings from the arguments.
 
-    Raises ConfigError if the file is missing or is no recipe.
+    Raises ConfigError if the file is missing or is not a recipe.
     """
     module = load_recipe_module(path)
     return module, choose(module.PRESETS, list(arguments), description=module.__doc__)

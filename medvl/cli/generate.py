@@ -38,7 +38,7 @@ def generate(
         out: folder for images/, images.jsonl, generation.json and a contact sheet; with several values of guidance, one
             folder for each in it, such as guidance-4.
         prompt: texts.
-        prompts: file with a text a line, in place of --prompt.
+        prompts: file with one text per line, in place of --prompt.
         data: folder of shards (one split) whose texts are the prompts, in place of --prompt.
         sections: sections that form the text of a sample of --data.
         views: views of --data, such as PA AP; all without it.

@@ -67,7 +67,7 @@ def infer(
 
 
 def format_results(results: "Sequence[ImageResult]", names: Sequence[str], gives: str) -> str:
-    """Return the results as a table: an image a row, or a text a row for one image; the first 20 images."""
+    """Return the results as a table: one image per row, or one text per row for one image; the first 20 images."""
     shown = [result for result in results if result.skipped is None][:_SHOWN]
     if gives == "report":
         return "\n\n".join(f"{result.image}\n{result.values['report']}" for result in shown)

@@ -4,8 +4,8 @@
     metrics.update(scores_BL, labels_BL)         # in each validation step, on every rank
     metrics.compute()["auroc/macro"]             # over the items of all ranks
 
-The states are the items themselves, gathered over ranks, because AUROC and recall are no means over batches. Values are
-those of `medvl eval` without intervals. This module needs torchmetrics (`medvl[metrics]`).
+The states are the items themselves, gathered over ranks, because AUROC and recall are not means over batches. Values
+equal those of `medvl eval`, without intervals. This module needs torchmetrics (`medvl[metrics]`).
 """
 
 import math

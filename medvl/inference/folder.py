@@ -90,7 +90,7 @@ class ImageModel:
             self.gives, self.names = "report", ("report",)
             self._run = lambda image_BCHW: [{"report": text} for text in write_report(model, list(image_BCHW))]
         else:
-            raise refuse(model, "be asked about single images", f"{ABLE}, a VQA model or a report generator")
+            raise refuse(model, "be applied to single images", f"{ABLE}, a VQA model or a report generator")
 
     def __call__(self, pixels: Sequence[np.ndarray]) -> list[dict[str, Value]]:
         """Return the values of images, from the pixels that `transform.read` returned."""

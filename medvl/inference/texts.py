@@ -44,7 +44,7 @@ def answer(model: System | Path | str, images: Any, questions: str | Sequence[st
 
     Args:
         model: a VQA model, or what `medvl.load` takes.
-        images: one image (`medvl.data.ImageInput`) or a list; one image is asked every question.
+        images: one image (`medvl.data.ImageInput`) or a list; with one image, all questions are about it.
         questions: one question or a list; one question is asked about every image.
 
     Raises:

@@ -13,7 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from medvl.errors import CheckpointError
 
 _FACTOR, _SLACK = 4, 2**26
-"""Elements that building a model may allocate: this multiple of those in the file, and buffers that no file holds."""
+"""Limit of the elements that building a model may allocate: a multiple of those in the files, plus a constant for
+buffers that are not saved."""
 
 
 class AllocationLimit(TorchDispatchMode):

@@ -54,7 +54,7 @@ class TowersConfig(ImageConfig):
 
 
 class Parts(TypedDict):
-    """What the constructors of systems pass to the base class: the attributes of `System` with these names."""
+    """Arguments that constructors of systems pass to the base class: the attributes of `System` with these names."""
 
     transform: EvalTransform
     tokenizer: Tokenizer | None
@@ -77,7 +77,7 @@ class System(nn.Module, abc.ABC):
     shared_encoders: ClassVar[tuple[str, ...]] = ()
     """Encoders that a checkpoint of another system can initialise."""
     optional_parts: ClassVar[tuple[str, ...]] = ()
-    """Modules that a model may have although the checkpoint that it starts from has none, or the reverse."""
+    """Names of modules that may be missing in a checkpoint that a model starts from, or in the model."""
     inputs: Inputs = Inputs()
     """Optional parts of a batch that `forward` needs; loaders of a training run make them."""
 

@@ -157,8 +157,8 @@ def load_weights(model: nn.Module, folder: Path | str) -> None:
 def load_towers(model: System, folder: Path | str) -> None:
     """Load the model's `shared_encoders` from a checkpoint of any system, such as both encoders, and nothing else.
 
-    Of a system with a text encoder alone (`masked_text`), that one is loaded. Raises CheckpointError when the
-    checkpoint is incomplete, or its encoders or vocabulary differ from the model's.
+    From a checkpoint of a text encoder (`masked_text`), only the text encoder is loaded. Raises CheckpointError when
+    the checkpoint is incomplete, or its encoders or vocabulary differ from the model's.
     """
     folder = _check_start(model, folder)
     theirs = _shared_encoders(folder) or model.shared_encoders
@@ -218,7 +218,7 @@ def _load_with_optional_parts(model: System, folder: Path) -> None:
 
 
 def _load_but_words(model: System, folder: Path) -> None:
-    """Load everything but what belongs to single words, where the same system, else the shared encoders."""
+    """Load all weights of the same system, or the shared encoders of another, except parameters of single words."""
     described, tensors = described_model(folder), read_weights(_check_folder(folder))
     own = model.state_dict()
     words = {name for name in own if name.endswith(("word_embeddings.weight", "word_head.bias"))}
@@ -240,7 +240,7 @@ def described_model(folder: Path | str) -> Mapping[str, Any]:
 
 
 def _check_start(model: System, folder: Path | str, *, words: bool = True) -> Path:
-    """Return the folder of a complete checkpoint, with `words` with the vocabulary of what the model takes from it.
+    """Return the folder of a complete checkpoint; with `words`, one whose vocabulary is that of the model.
 
     Raises CheckpointError otherwise.
     """

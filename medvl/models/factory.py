@@ -49,7 +49,7 @@ def create_model(
     """
     if isinstance(name, str | Path) and (Path(name).is_dir() or on_hub(name)):
         if settings or (pretrained, tokenizer, init_from) != (None, None, None):
-            raise ConfigError(f"{name} is a checkpoint: it has its own settings and tokenizer, give none", "conflict")
+            raise ConfigError(f"{name} is a checkpoint with its own settings and tokenizer: leave them out", "conflict")
         return load(name)
     if pretrained not in (None, False, True):
         message = f"expected True or False, got {str(pretrained)!r}; use image_weights and text_weights for own weights"
@@ -84,7 +84,7 @@ def create_model(
 def _open_tokenizer(
     tokenizer: Tokenizer | Path | str | None, folder: Path | None, config: Any, pretrained: bool
 ) -> Tokenizer | None:
-    """Return the tokenizer that is given, or that of `folder`; with `pretrained` else that of the text encoder."""
+    """Return the given tokenizer, or that of `folder`, or with `pretrained` that of the text encoder."""
     if tokenizer is None and folder is not None and has_tokenizer(folder):
         tokenizer = folder
     if tokenizer is None and pretrained:
@@ -97,10 +97,10 @@ def _open_tokenizer(
 
 
 def _compare_vocabularies(tokenizer: Tokenizer, folder: Path) -> None:
-    """Warn where the weights in a folder have another vocabulary; equal sizes say nothing (BERT, PubMedBERT)."""
+    """Warn if the weights in a folder have another vocabulary, which may be of equal size (BERT, PubMedBERT)."""
     if load_tokenizer(folder).vocabulary != tokenizer.vocabulary:
         _LOG.warning(
-            "the weights in %s have another vocabulary than the tokenizer: its words get wrong vectors", folder
+            "the weights in %s have another vocabulary than the tokenizer: words get the vectors of other words", folder
         )
 
 
@@ -122,7 +122,7 @@ def _from_own_weights(model: System, pretrained: bool) -> System:
 
 
 def _continued(cls: type[System], config: Any, folder: Path) -> tuple[Any, bool]:
-    """Return the config with the vocabulary size of a checkpoint of the same system, and whether it is of the same."""
+    """Return the config, with the vocabulary size of a checkpoint of the same system, and whether it is of that one."""
     if not cls.shared_encoders:
         message = f"init_from needs a system with an image or a text encoder, got {cls.name}; use its own function"
         raise ConfigError(message, "unsupported", field="init_from")

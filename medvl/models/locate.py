@@ -1,4 +1,4 @@
-"""Folders of checkpoints by what users write: a checkpoint, a run, or a model on the Hugging Face hub."""
+"""Folder of a checkpoint from the argument of a user: a checkpoint, a run, or a model on the Hugging Face hub."""
 
 import re
 from pathlib import Path
@@ -42,7 +42,7 @@ def find_checkpoint(source: Path | str) -> Path:
     try:
         return fetch_snapshot(hub_id, revision or None, MODEL_FILES)
     except WeightsError as error:
-        also = "" if name.startswith(HUB_PREFIX) else f"{name} is no folder, and as a name on the hub: "
+        also = "" if name.startswith(HUB_PREFIX) else f"{name} is not a folder; as a name on the hub, "
         raise CheckpointError(f"{also}{error}", error.code) from error
 
 

@@ -31,8 +31,8 @@ class Decoding:
     block_ngrams: int = 0
     """Length of n-grams that are not repeated within a text, 3 for trigrams; 0 allows every repetition."""
     ngram_penalty: float | None = None
-    """Repetitions are not forbidden: this is subtracted from the log-probability of a token for each earlier occurrence
-    of the n-gram that it would complete. R2Gen's code has 2 ln 2 = 1.386. None forbids them."""
+    """Penalty subtracted from the log-probability of a token for each earlier occurrence of the n-gram that it would
+    complete, in place of forbidding repetitions. R2Gen's code has 2 ln 2 = 1.386. None forbids them."""
 
     samples: int = 0
     """Number of texts to sample from the model's distribution for each sample, instead of a search for the best."""
@@ -65,7 +65,7 @@ class Generated:
 
 
 class NextToken(Protocol):
-    """A model that is writing texts."""
+    """Interface of a model that writes texts token by token."""
 
     def first(self) -> Tensor:
         """(B, V): logits of the first token."""
@@ -81,7 +81,7 @@ def search(
     """Return the best text of a beam search for each sample, or `decoding.samples` sampled texts.
 
     A finished hypothesis keeps its score and stays among the K until better ones replace it. The search ends when all
-    are finished or `max_tokens` long. One beam is greedy decoding, whatever the length penalty.
+    are finished or `max_tokens` long. One beam is greedy decoding with any length penalty.
 
     Args:
         model: scores the next token.

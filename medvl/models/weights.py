@@ -69,7 +69,7 @@ def consolidate(checkpoint: Path | str, out: Path) -> Path:
     """Write the model of a checkpoint with weights in one `model.safetensors`, and return its folder.
 
     The state of the training is left out: a run resumes from its own checkpoints, on any number of ranks. The complete
-    weights are in memory meanwhile.
+    weights are held in memory.
 
     Args:
         checkpoint: a checkpoint of a training run or the run (`find_checkpoint`).

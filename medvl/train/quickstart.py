@@ -46,7 +46,7 @@ TEXT_DATA = TextDataConfig(
     sections=("findings", "impression"),
     workers=1,
 )
-"""The reports of the same shards, for systems of text alone."""
+"""The reports of the same shards, for systems that read text only."""
 
 TEXT_TRAIN = TrainConfig(
     run_dir=Path("quickstart/run"),
@@ -57,7 +57,7 @@ TEXT_TRAIN = TrainConfig(
     best_metric="masked/accuracy",
     best_mode="max",
 )
-"""Training of systems of text alone; `best` predicts most masked words."""
+"""Training of systems that read text only; `best` is the checkpoint that predicts the most masked words."""
 
 _NO_DROPOUT = {"hidden_dropout_prob": 0, "attention_probs_dropout_prob": 0}
 ENCODERS: dict[str, Any] = {

@@ -57,7 +57,7 @@ def pretraining_run(name: str, make_data: str, phantom: str = "") -> "Callable[[
     """Return the `prepare` function of a recipe.
 
     Args:
-        name: of the recipe's file, without the ending.
+        name: name of the recipe's file, without the suffix.
         make_data: command that makes the shards of the preset `paper`.
         phantom: commands that make those of `tiny` and train on them; default the data of `medvl phantom quickstart`.
 

@@ -26,13 +26,13 @@ def packaged_files(folder: str, suffix: str) -> Mapping[str, Path]:
 def find_recipe(name: str) -> Path:
     """Return the file of a recipe: a path, a full name (convirt_mimic) or the first words of one (convirt).
 
-    Of several that begin with the words, the one with the fewest further words is meant: `biovil` is biovil_mimic, not
-    biovil_t_mimic. Raises ConfigError if none or more than one fits.
+    If several names begin with these words, the one with the fewest further words is returned: biovil_mimic for
+    `biovil`, not biovil_t_mimic. Raises ConfigError if none or more than one fits.
     """
     if name.endswith(".py") or "/" in name:
         path = Path(name)
         if not path.is_file():
-            message = f"{path} is no file; give a recipe by name (medvl recipes list) or a file"
+            message = f"{path} is not a file; give a recipe by name (medvl recipes list) or a file"
             raise ConfigError(message, "not_found", field="recipe")
         return path
     recipes, stem = packaged_files("recipes", ".py"), name.replace("-", "_")
@@ -48,16 +48,17 @@ def find_recipe(name: str) -> Path:
 
 
 def load_recipe_module(path: Path) -> ModuleType:
-    """Import the module of a recipe. Raises ConfigError if the file is missing or is no recipe."""
+    """Import the module of a recipe. Raises ConfigError if the file is missing or is not a recipe."""
     spec = spec_from_file_location(f"recipe_{path.stem}", path)
     if not path.is_file() or spec is None or spec.loader is None:
-        message = f"{path} is no Python file; give a recipe such as recipes/convirt_mimic.py"
+        message = f"{path} is not a Python file; give a recipe such as recipes/convirt_mimic.py"
         raise ConfigError(message, "not_found", field="recipe")
     module = module_from_spec(spec)
     sys.modules[spec.name] = module  # dataclasses resolve their annotations there
     spec.loader.exec_module(module)
     if not (hasattr(module, "PRESETS") and hasattr(module, "prepare")):
-        raise ConfigError(f"{path} is no recipe: it does not define PRESETS and prepare", "malformed", field="recipe")
+        message = f"{path} is not a recipe: it does not define PRESETS and prepare"
+        raise ConfigError(message, "malformed", field="recipe")
     return module
 
 

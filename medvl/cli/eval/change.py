@@ -7,7 +7,7 @@ from medvl.cli.eval.options import EvalOptions, open_evaluation, publish_result
 
 
 def change(shared: EvalOptions, *, prompts: Path | None = None, use_prior: bool = True, examples: int = 4) -> None:
-    """Evaluate how well a dual-encoder tells improving, stable and worsening findings apart, from pairs of images.
+    """Evaluate how well a dual-encoder distinguishes improving, stable and worsening findings, from pairs of images.
 
     The checkpoint is a dual-encoder; the shards have labels of change (ms-cxr-t).
 

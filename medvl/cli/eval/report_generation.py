@@ -68,7 +68,7 @@ class ExternalOptions:
     def groups(
         self, reports: "Sequence[GeneratedReport]", uncertain: Literal["negative", "positive"]
     ) -> "list[MetricGroup]":
-        """Return the metrics that are asked for."""
+        """Return the requested metrics."""
         from medvl.eval.report_generation import external_scores as external
 
         groups: list[MetricGroup] = []

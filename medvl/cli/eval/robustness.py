@@ -23,7 +23,7 @@ def robustness(
     calibration: Path | None = None,
     seed: int = 0,
 ) -> None:
-    """Test a model under other patients, sites, image quality and words, and on images that are no radiographs.
+    """Test a model on other patients, sites, image qualities and wordings, and on images that are not radiographs.
 
     The checkpoint is a dual-encoder, a fusion-encoder or a classifier; the shards have labels, texts or both.
 
@@ -31,7 +31,7 @@ def robustness(
         prompts: prompt sets of a dual-encoder (`medvl list prompts`, or JSON files); the first scores the findings.
         corruptions: corruptions, each at five strengths.
         sites: folders of labelled shards of other hospitals.
-        outside: folders of shards of images that are no chest radiographs, such as those of `medvl phantom roco`.
+        outside: folders of shards of images that are not chest radiographs, such as those of `medvl phantom roco`.
         calibration: file of `medvl eval calibrate`; default the one beside the checkpoint, if there is one.
         seed: seed of the corruptions and of the intervals.
     """

@@ -85,8 +85,8 @@ def text(
 ) -> None:
     """Evaluate a text encoder by fine-tuning on BLURB's tasks, MedNLI, RadNLI and sentence similarity.
 
-    Learning rate, batch size and epochs are chosen on the dev split; every score stands beside baselines without an
-    encoder. data_cards/blurb.md says which files each task needs.
+    Learning rate, batch size and epochs are chosen on the dev split; every score is printed beside baselines without an
+    encoder. data_cards/blurb.md lists the files of each task.
 
     Args:
         data: folder with a folder for each task.

@@ -25,7 +25,7 @@ def zero_shot_masks(
 
     Args:
         valid: folder of shards of other patients, on which thresholds are chosen; without it they are 0.5.
-        labels: findings; default all that have masks. Each is asked as "There is FINDING."
+        labels: findings; default all that have masks. The text of each is "There is FINDING."
         maps: attention of statements to regions, or similarity with patches; default that of the model.
         scale: range to which each map is scaled: 0..1 within its image, or none, for maps that are probabilities.
         smoothing: Gaussian smoothing of similarity maps, in cells of the grid.

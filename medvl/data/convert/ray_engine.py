@@ -102,7 +102,7 @@ class RayEngine:
             _cancel(list(running))
 
     def _most_running(self) -> int:
-        """Return how many tasks may be under way; a cluster may grow and shrink meanwhile."""
+        """Return the number of tasks that may be submitted at a time; the size of a cluster may change."""
         import ray
 
         cores = int(ray.cluster_resources().get("CPU", 1))

@@ -55,7 +55,7 @@ class Generation:
     """`kind`: "shards" (with corpus, split, fingerprint, sections and views), "file" (with sha256) or "command"."""
     image_size: int
     marked: bool = False
-    """Whether a corner of each image says that it is synthetic."""
+    """Whether "synthetic" is written into a corner of each image."""
     images: int
     """Number of images of the complete folder."""
     schema_version: int = GENERATED_VERSION
@@ -247,7 +247,7 @@ def _json(generation: Generation) -> str:
 
 
 def _encode(image_HW: np.ndarray, row: GeneratedImage, generator: str) -> bytes:
-    """Encode a PNG that says in its text that it is synthetic, and where it comes from."""
+    """Encode a PNG whose text fields state that it is synthetic, and its origin."""
     notes = PngImagePlugin.PngInfo()
     texts = {"synthetic": "true", "prompt": row.prompt, "seed": str(row.seed), "generator": generator}
     for name, text in texts.items():
@@ -261,7 +261,7 @@ def _read_json(path: Path) -> Any:
     try:
         return parse_json(path.read_bytes())
     except FileNotFoundError:
-        message = f"{path} does not exist: {path.parent} is no folder of `medvl generate`"
+        message = f"{path} does not exist: {path.parent} is not a folder of `medvl generate`"
         raise CorpusError(message, "not_found") from None
     except (ValueError, OSError) as error:
         message = f"{path} cannot be read ({type(error).__name__}); generate the images again"

@@ -45,7 +45,7 @@ def read_umls(
         texts: texts of a corpus, to keep only the concepts that they mention more than `min_mentions` times; None keeps
             all. ARL keeps those with more than 20.
 
-    Raises CorpusError when a file is missing, is no file of UMLS or ends early, and when nothing is selected.
+    Raises CorpusError when a file is missing, is not a file of UMLS or ends early, and when nothing is selected.
     """
     options = options or UMLSOptions()
     release = _Release(_meta(Path(folder)), options)

@@ -30,7 +30,7 @@ from medvl.schema import Batch, Inputs, Sample
 _log = logging.getLogger(__name__)
 
 Tokenize = Callable[[Sequence[str]], tuple[Tensor, Tensor]]
-"""Texts -> (ids_BT, mask_BT): a `Tokenizer`, or `no_text` for models without a text encoder."""
+"""Function from texts to (ids_BT, mask_BT): a `Tokenizer`, or `no_text` for models without a text encoder."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -57,9 +57,9 @@ class Item:
     regions: Regions | None = None
     """None: the system reads pixels, or the sample has no image."""
     target: Any = None
-    """What a `TargetMaker` computed; None without one."""
+    """Target made by a `TargetMaker`; None without one."""
     positions: tuple[int, ...] = ()
-    """Classes of places of the labels, where the system needs them."""
+    """Class of the position of each label's finding, where the system needs it."""
     statements: tuple[str, ...] = ()
     """All statements, where the system needs them."""
 
@@ -89,7 +89,7 @@ class Views:
 _NO_PIXELS = Transformed(np.zeros((0, 0, 1), np.uint8))
 """Image of samples whose regions are read in place of pixels."""
 NO_IMAGE = "no_image"
-"""Reason, also the code of ImageError, for leaving out a sample that has no image; no damage."""
+"""Reason for skipping a sample without an image, also the code of ImageError. It does not count as unreadable."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -207,7 +207,7 @@ class ItemMaker:
         )
 
     def _positions(self, sample: Sample, views: Views) -> tuple[int, ...]:
-        """Return the class of the place of each label's finding, with the sides of the image."""
+        """Return the class of the position of each label's finding; left and right as in the augmented image."""
         positions = positions_of("\n\n".join(choose_sections(sample.sections, REPORT_SECTIONS)), self.label_names)
         mirrored = views.image.flipped and self.image.flip == "swap_text"
         return tuple(mirrored_positions(positions) if mirrored else positions)
@@ -241,7 +241,7 @@ class ItemMaker:
         return self._as_image(text, views)
 
     def _as_image(self, text: str, views: Views) -> str:
-        """Return a text with the sides of the image, which may be flipped."""
+        """Return a text, with left and right exchanged if the image is flipped and `flip` is swap_text."""
         return swap_laterality(text) if views.image.flipped and self.image.flip == "swap_text" else text
 
 

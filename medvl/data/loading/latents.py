@@ -59,7 +59,7 @@ class LatentCache:
                 if name != "states" or (folder / "states.npy").is_file()
             }
         except (OSError, ValueError) as error:
-            message = f"{folder} is no complete cache of latents ({type(error).__name__}); remove it"
+            message = f"{folder} is not a complete cache of latents ({type(error).__name__}); remove it"
             raise ShardError(message, "malformed") from error
 
     def __len__(self) -> int:

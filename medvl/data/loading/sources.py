@@ -88,6 +88,6 @@ class FileSource:
 
         A link out of the folders is an error with the code "outside_folder".
         """
-        from medvl.data.images.read import read_pixels  # with pydicom, which a recipe's advice does not wait for
+        from medvl.data.images.read import read_pixels  # imports pydicom, which takes time
 
         return read_pixels(self.samples[position].image, color=color, folders=self.folders)[0]

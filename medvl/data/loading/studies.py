@@ -1,4 +1,4 @@
-"""Studies as samples: one image of each, with another image of the same study beside it."""
+"""Studies as samples: one image of each study, together with another image of it."""
 
 from collections import defaultdict
 
@@ -13,7 +13,7 @@ _LATERAL = ("LATERAL", "LL", "RL")
 
 
 class StudySource(Subset):
-    """Each study of a source once, as its first image, with another image. Reads all samples once.
+    """Source with one sample per study: its first image, and another image of it. Reads all samples once.
 
     Images are ordered by `extra["image_number"]` where the corpus has one, then frontal views before lateral ones, then
     as in the source. The other image is the next one of the other projection (frontal or lateral), else the next one.

@@ -1,4 +1,4 @@
-"""Loader workers that die or hang: raised as LoaderError instead of waiting forever."""
+"""Errors of loader workers: a worker that dies or hangs raises LoaderError instead of blocking the run forever."""
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator
@@ -15,7 +15,7 @@ TIMEOUT = 600.0
 
 
 class PassErrors(Generic[A, B]):
-    """A function of the items of a batch that returns the error which comes in place of them as it is."""
+    """Wrapper of a collate function that returns a StorageError in place of a batch's items unchanged."""
 
     def __init__(self, collate: Callable[[A], B]) -> None:
         self.collate = collate
@@ -27,8 +27,8 @@ class PassErrors(Generic[A, B]):
 def with_worker_errors(batches: Iterable[T | StorageError]) -> Iterator[T]:
     """Yield the batches of a DataLoader.
 
-    Raises LoaderError when a worker process died, or returned nothing within the DataLoader's timeout, and a
-    StorageError that comes in place of a batch. Hung workers are killed: otherwise Python waits for them at exit.
+    Raises LoaderError when a worker process died, or returned nothing within the DataLoader's timeout, and StorageError
+    where a worker returned it in place of a batch. Hung workers are killed: otherwise Python waits for them at exit.
     """
     iterator = iter(batches)
     while True:

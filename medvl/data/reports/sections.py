@@ -46,7 +46,7 @@ _ALIASES = {
 "ndication" (one report) for the impression."""
 _SECTION_OF = {alias: section for section, aliases in _ALIASES.items() for alias in aliases.split("|")}
 _WITHIN_HEADER = ("impression", "findings", "history", "comparison", "addendum")
-"""Words by which a header in capitals that is not listed has a section, in this order (as in `section_parser.py`)."""
+"""Words that assign an unlisted header in capitals to a section, tried in this order (as in `section_parser.py`)."""
 _EXAMINATION_NAME = re.compile(
     r"\b(?:chest|thorax|cxr|views?|radiographs?|x-?rays?|films?|portable|bone window|ribs"
     r"|frontal (?:and|upright|semi-upright)|(?:pa|ap|lateral) and (?:pa|ap|lat|lateral))\b"
@@ -213,7 +213,7 @@ def _blocks(text: str) -> Iterable[tuple[bool, list[str]]]:
 
 
 def _opens_addendum(lines: list[str]) -> bool:
-    """Return whether a block begins with the word; with a colon, it is an ordinary header."""
+    """Return whether a block begins with ADDENDUM; followed by a colon, that is an ordinary header."""
     first = next((line for line in lines if line.strip()), "")
     return _ADDENDUM.match(first) is not None and _HEADER.match(first) is None
 
@@ -272,7 +272,7 @@ def _paragraphs(lines: Iterable[str], *, items: bool) -> list[str]:
 
 
 def _join(lines: Iterable[str]) -> str:
-    """Join lines to one, with a full stop after each paragraph or list item that has no final punctuation."""
+    """Join lines into one, with a full stop after each paragraph or list item that has no final punctuation."""
     paragraphs = _paragraphs(lines, items=True)
     ended = [paragraph if paragraph[-1] in ".!?:;," else paragraph + "." for paragraph in paragraphs[:-1]]
     return " ".join([*ended, *paragraphs[-1:]])

@@ -21,7 +21,7 @@ from medvl.schema import NEGATIVE, POSITIVE, UNCERTAIN
 
 _WORDS = {POSITIVE: "", NEGATIVE: "no ", UNCERTAIN: "possible "}
 _NAMES = {"Pleural Other": "pleural thickening", "Support Devices": "support device"}
-"""Findings whose names are no noun of a sentence."""
+"""Findings whose names are not nouns of a sentence."""
 _CLAUSE_END = re.compile(r"[;:,.]|\b(?:but|while|whereas|although|with)\b")
 SIDES = {
     "left": "left|lt|l[ul]l",

@@ -77,8 +77,8 @@ class Manifest:
     skipped_keys: tuple[tuple[str, str], ...]
     """(key, reason) of each skipped image."""
     warnings: Mapping[str, int]
-    """What was counted and kept: samples without an image (`no_image`), empty sections, possible identifiers in a text,
-    ... Repairs to the tables of the corpus are counted over all splits."""
+    """Counts of what was kept nevertheless: samples without an image (`no_image`), empty sections, possible identifiers
+    in a text, ... Repairs to the tables of the corpus are counted over all splits."""
     options: Mapping[str, Any]
     packages: Mapping[str, str]
     schema_version: int = SCHEMA_VERSION
@@ -106,7 +106,8 @@ class Manifest:
     def lineage(self) -> Iterator["Manifest"]:
         """Yield this manifest and those of all data that its generators were trained on, theirs included.
 
-        Who trains on a generator's images has seen its training data. Raises ShardError when one is damaged.
+        A model trained on a generator's images depends on the generator's training data. Raises ShardError when one is
+        damaged.
         """
         yield self
         for generator in self.generators:
@@ -128,7 +129,8 @@ class Manifest:
             content = parse_json(path.read_bytes())
         except FileNotFoundError:
             advice = "`medvl shards --help` lists the commands that create shards"
-            raise ShardError(f"{path} does not exist: not finished, or not shards; {advice}", "not_found") from None
+            reason = "the conversion is not finished, or the folder has no shards"
+            raise ShardError(f"{path} does not exist: {reason}; {advice}", "not_found") from None
         except (ValueError, OSError) as error:
             code = "malformed" if isinstance(error, ValueError) else "unreadable"
             raise ShardError(f"cannot read {path} ({type(error).__name__}); convert the corpus again", code) from error
@@ -195,7 +197,7 @@ def sample_from_json(data: bytes) -> Sample:
 
 
 def check_sample(sample: Sample) -> None:
-    """Raise ShardError when a field has another type than `Sample` documents, or the key is no safe member name."""
+    """Raise ShardError when a field has another type than `Sample` documents, or the key is not a safe member name."""
     if (field := _field_of_wrong_type(sample)) is not None:
         message = f"a sample of {sample.corpus} has a {field} of the wrong type; see medvl.schema.Sample"
         raise ShardError(message, "wrong_type", field=field)

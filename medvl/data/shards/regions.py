@@ -84,7 +84,7 @@ class RegionShard:
     name: str
     """Name of the shard, and of the file without `.tar`."""
     shard_sha256: str
-    """Hash of the shard's tar: its images are those that the detector saw."""
+    """Hash of the shard's tar: its images are those that the detector read."""
     samples: int
     images: int
     """Samples with regions."""
@@ -299,5 +299,5 @@ class RegionReader:
 def check_one_detector(manifests: Sequence[RegionManifest | None]) -> None:
     """Raise ConfigError unless all are regions of one detector, or none has regions."""
     if len({None if manifest is None else manifest.detector_sha256 for manifest in manifests}) > 1:
-        message = "the folders have regions of different detectors; run `medvl regions` on all of them alike"
+        message = "the folders have regions of different detectors; run `medvl regions` with one detector on all"
         raise ConfigError(message, "mismatch", field="regions")

@@ -164,7 +164,7 @@ class Cache:
 
     def _path(self, sha256: str) -> Path:
         if not _HASH.fullmatch(sha256):
-            raise StorageError("a manifest has an entry that is no sha256; convert the corpus again", "malformed")
+            raise StorageError("a manifest has an entry that is not a sha256; convert the corpus again", "malformed")
         return self.folder / sha256
 
     def _entries(self) -> Iterator[tuple[float, Path, int]]:

@@ -86,7 +86,7 @@ _whole_senders: set[str] = set()
 
 
 def sends_ranges(url: str) -> bool:
-    """Return whether the server answered with the asked part of a file so far."""
+    """Return whether the server has sent the requested part of a file whenever it was asked so far."""
     return url.split("/")[2] not in _whole_senders
 
 

@@ -1,9 +1,9 @@
 """Random access to the bytes of tars: memory-mapped where they are local, by ranges where they are remote.
 
-A remote shard that is in the cache is read as a local one. Of another, the wanted bytes are requested, and the whole
-shard is fetched into the cache meanwhile, by a thread of this process, two at a time on the machine. Where a process
-reads the samples of a shard one after another, it fetches the shard first. So the first batch takes one round of
-requests, and what was fetched once is read from the disk. Which way a sample comes never changes its bytes.
+A remote shard in the cache is read like a local one. From a shard that is not, only the required bytes are requested,
+while a thread of this process fetches the complete shard into the cache (at most two shards at a time on a machine).
+A process that reads the samples of a shard in order fetches the shard first. So the first batch needs one round of
+requests, and later ones are read from the disk. The bytes of a sample are the same in all cases.
 """
 
 import collections

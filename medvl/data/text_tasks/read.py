@@ -152,7 +152,7 @@ _COMPACT: Mapping[str, Callable[[TextTask, Mapping[str, Any]], TextExample]] = {
 
 
 def _prepared(example: TextExample, task: TextTask, form: RelationText) -> TextExample:
-    """Return a relation in the form asked for, and check that the label is known."""
+    """Return a relation in the requested form, and check that the label is known."""
     wanted = set(example.label) if isinstance(example.label, tuple) else {example.label}
     if task.kind != "similarity" and not wanted <= set(task.labels):
         unknown = ", ".join(sorted(str(label) for label in wanted - set(task.labels)))

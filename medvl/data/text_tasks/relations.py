@@ -17,7 +17,7 @@ Spans = tuple[tuple[int, int], tuple[int, int]]
 def relation_text(example: TextExample, task: TextTask, form: RelationText) -> tuple[str, Spans | None]:
     """Return the text of a relation, and the spans of its mentions in it where they are known.
 
-    Raises CorpusError where a set has dummies only and another form is asked for, or spans leave the text.
+    Raises CorpusError where a set has dummies only and another form is requested, or spans exceed the text.
     """
     text, spans = example.texts[0], example.spans
     if spans is None:

@@ -3,7 +3,8 @@
 Splits that BLURB defines by lists are read from such lists beside the data: `train_pmid.tsv`, `dev_pmid.tsv`,
 `test_pmid.tsv` (EBM PICO, HoC), `train_files.tsv`, ... (DDI) and `train_id.tsv`, ... (BioASQ), with ids or file names
 separated by commas or lines. data_cards/blurb.md says which files a release has. Only regular files of at most
-`MAX_FILE_BYTES` whose real path is inside the release's folder are read: links and names with `../` lead nowhere else.
+`MAX_FILE_BYTES` whose real path is inside the release's folder are read: links and names with `../` cannot lead out of
+it.
 """
 
 import csv
@@ -44,7 +45,7 @@ def read_release(folder: Path, task: TextTask) -> dict[Split, list[TextExample]]
 
 
 def plain_tag(tag: str, task: TextTask) -> str:
-    """Return a tag as the task has it: B, I or O without the entity's type, or the element without its prefix."""
+    """Return a tag in the task's scheme: B, I or O without the entity's type, or the element without its prefix."""
     if task.merge_types:
         return tag[:1]
     return tag.removeprefix("B-").removeprefix("I-")
@@ -93,7 +94,7 @@ def _listed(folder: Path, kind: str) -> dict[Split, list[str]]:
 
 
 def _conll(folder: Path, task: TextTask) -> dict[Split, list[TextExample]]:
-    """Read words with tags, one a line, an empty line after each sentence; `-DOCSTART-` begins a document."""
+    """Read one word with its tag per line, an empty line after each sentence; `-DOCSTART-` begins a document."""
     files = {split: path for split in SPLITS if (path := _file(folder, split, "{}.[tc]*")) is not None}
     return {split: _sentences(path.stem, _read(path, folder).splitlines(), task) for split, path in files.items()}
 
@@ -138,7 +139,7 @@ def _sentences(name: str, lines: Iterable[str], task: TextTask) -> list[TextExam
 
 
 def _pico(folder: Path, task: TextTask) -> dict[Split, list[TextExample]]:
-    """Read EBM-NLP's starting spans; where elements overlap the last of participants, interventions, outcomes wins."""
+    """Read EBM-NLP's starting spans. Where they overlap, the last of participants, interventions, outcomes counts."""
     spans = folder / "annotations" / "aggregated" / "starting_spans"
     if not spans.is_dir():
         return _conll(folder, task)
@@ -165,7 +166,7 @@ def _until_full_stop(word: str, tag: str) -> list[str]:
 
 
 def _chemprot(folder: Path, task: TextTask) -> dict[Split, list[TextExample]]:
-    """Read BioCreative's tables; sentences are medvl's, so that the number of pairs differs a little from BLURB's."""
+    """Read BioCreative's tables; sentences are split by medvl, so the number of pairs differs slightly from BLURB's."""
     result: dict[Split, list[TextExample]] = {}
     for split, name in (("train", "training"), ("dev", "development"), ("test", "test")):
         abstracts = next(iter(sorted(folder.rglob(f"chemprot_{name}_abstracts*.tsv"))), None)
@@ -241,7 +242,7 @@ def _ddi_document(path: Path, folder: Path) -> Iterator[TextExample]:
 
 
 def _gad(folder: Path, task: TextTask) -> dict[Split, list[TextExample]]:
-    """Read fold 1 of BioBERT's ten."""
+    """Read fold 1 of BioBERT's ten folds."""
     fold = folder / "1" if (folder / "1").is_dir() else folder
     training = _gad_rows("train", fold / "train.tsv", folder)
     return {

@@ -110,10 +110,10 @@ class Tokenizer:
         return EncodedPairs(pad_rows(ids, self.pad_id), row_mask(ids), pad_rows([each.type_ids for each in encoded], 0))
 
     def given_words(self, sequences: Sequence[Sequence[str]]) -> EncodedWords:
-        """Encode sequences of words that a corpus has tokenized, each word apart, truncated to `max_tokens`.
+        """Encode sequences of words as a corpus has them, each word separately, truncated to `max_tokens`.
 
-        The tokenizer's own words differ: `IL-2` is one given word and three of BERT's. Raises ConfigError for a
-        tokenizer that cleans its texts (CLIP, SigLIP, complete words).
+        The tokenizer's own words can differ: `IL-2` is one given word, but three words for BERT. Raises ConfigError for
+        a tokenizer that cleans its texts (CLIP, SigLIP, complete words).
         """
         if self._loaded.cleaning is not None:
             message = f"the tokenizer of {self.source} cleans whole texts and takes no given words; use another"
@@ -153,7 +153,7 @@ class Tokenizer:
     def pieces_per_word(self, words: Mapping[str, int]) -> tuple[float, float, float]:
         """Return the mean pieces of a word, the share of words of one piece, and the share with an unknown piece.
 
-        `words` has the frequency of each word, by which it weighs.
+        `words` maps each word to its frequency, which is its weight in the means.
         """
         return pieces_per_word(self._backend, words, self._loaded.special["unk"])
 
@@ -178,7 +178,7 @@ class Tokenizer:
 
     @functools.cached_property
     def token_texts(self) -> list[str]:
-        """Text of each id, joined to which it gives back a text; see `medvl.data.tokenizer.word_boundaries`."""
+        """Text of each id; joining those of a text gives it back (`medvl.data.tokenizer.word_boundaries`)."""
         return token_texts(self._backend, self.vocab_size, self._special)
 
     def word_starts(self, ids_BT: Tensor, mask_BT: Tensor) -> Tensor:
@@ -186,7 +186,7 @@ class Tokenizer:
         return self._words.starts(ids_BT, mask_BT)
 
     def sentence_ids(self, texts: Sequence[str], spans: Sequence[Sequence[tuple[int, int]]]) -> Tensor:
-        """Return (B, T) int64: which span of its text each token lies in, -1 for none; T as in the encoded texts.
+        """Return (B, T) int64: index of the span that contains each token, -1 for none; T is that of the encoded texts.
 
         `spans` has the (start, end) in characters of each text, from `medvl.data.reports.sentences.sentence_spans`.
         Raises ConfigError for a tokenizer that cleans its texts (CLIP, SigLIP), which shifts their characters.
@@ -310,7 +310,7 @@ def train_words(
     max_tokens: int = 128,
     cleaning: Literal["report", "r2gen"] = "report",
 ) -> Tokenizer:
-    """Return a tokenizer of all words that occur at least `min_frequency` times, others being `<unk>`, as R2Gen.
+    """Return a tokenizer of all words that occur at least `min_frequency` times; others become `<unk>`, as in R2Gen.
 
     Id 0 pads texts and is their first and last token; the words and `<unk>` follow in alphabetical order.
 

@@ -44,10 +44,10 @@ class ConceptPairs:
         self.tokenizer, self.max_tokens = tokenizer, min(max_tokens, tokenizer.max_tokens)
 
     def __call__(self, key: str, document: str, text: str, other: Callable[[], str], rng: Any) -> ConceptPair:
-        """Return the pair of a sample. Raises ConfigError for a text that is no fact of `medvl shards concepts`."""
+        """Return the pair of a sample. Raises ConfigError for a text that is not a fact of `medvl shards concepts`."""
         fact, *names = text.split("\n")
         if not names:
-            message = f"sample {key} is no fact with names: make the shards with `medvl shards concepts`"
+            message = f"sample {key} is not a fact with names: make the shards with `medvl shards concepts`"
             raise ConfigError(message, "wrong_type", field="data.train")
         name = names[int(rng.integers(len(names)))]
         return ConceptPair(key, document, self._row(fact.split(SEGMENTS)), self._row([name]))

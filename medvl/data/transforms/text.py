@@ -27,7 +27,7 @@ class TextPolicy(Protocol):
 
 @runtime_checkable
 class PairPolicy(Protocol):
-    """Text policy with a rule of its own for `Inputs.second_text`; under other policies that is a second draw."""
+    """Text policy that also chooses the second text (`Inputs.second_text`); with other policies it is a second draw."""
 
     def __call__(self, sections: Mapping[str, str], rng: np.random.Generator) -> str: ...
 
@@ -68,7 +68,7 @@ class RandomSentence:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class SwappedSentences:
-    """All sentences, some of which have changed places (LoVT, arXiv 2112.02889, appendix, and its released code).
+    """All sentences in a partly shuffled order (LoVT, arXiv 2112.02889, appendix, and its released code).
 
     Sentences are divided by blank lines, so that `Batch.sentence_BT` has the same sentences in the new order.
     """
@@ -77,7 +77,7 @@ class SwappedSentences:
     """Shorter sentences, in words, are left out unless the text has no other."""
     sections: tuple[str, ...] = REPORT_SECTIONS
     swap_probability: float = 0.6
-    """Probability of a swap of two random sentences, and after each swap of another one; 0 keeps the order."""
+    """Probability of swapping two random sentences, and after each swap of swapping again; 0 keeps the order."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.swap_probability < 1:
@@ -134,14 +134,15 @@ class RandomSection:
 
 
 def _sentences(texts: Sequence[str], min_tokens: int) -> list[str]:
-    """Return the sentences of some texts of at least so many words, or all where none has so many."""
+    """Return the sentences with at least `min_tokens` words, or all sentences if there are none."""
     sentences = [sentence for text in texts for sentence in split_sentences(text)]
     return [sentence for sentence in sentences if len(_WORD.findall(sentence)) >= min_tokens] or sentences
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class TextPair:
-    """Two texts of a sample by a policy each, such as impression and findings: the text, and `Inputs.second_text`.
+    """Two texts of a sample, each with its own policy, such as impression and findings: the text, and
+    `Inputs.second_text`.
 
     A second text that is equal to the first counts as absent (`Batch.has_second_text_B`).
     """

@@ -55,7 +55,7 @@ class PatchSelection(nn.Module):
 
     @property
     def is_partial(self) -> bool:
-        """Whether the tokens behind the prefix are no complete grid of patches."""
+        """Whether the tokens behind the prefix do not form a complete grid of patches."""
         return self.keep_BK is not None or self.replace_BKD is not None
 
     def forward(self, tokens_BTD: Tensor) -> Tensor:

@@ -138,7 +138,8 @@ def build_open_clip(name: str, arguments: Mapping[str, Any], projection: bool) -
     tower = config["text_cfg"] | fields
     _check_fields(f"open_clip:{name}", tower, known)
     if tower.get("hf_model_name") or tower.get("embed_cls"):
-        raise ConfigError(f"{name}'s text encoder is no open_clip Transformer: use a preset or hf:TYPE", "unsupported")
+        message = f"the text encoder of {name} is not an open_clip Transformer: use a preset or hf:TYPE"
+        raise ConfigError(message, "unsupported")
     smallest = {"layers": 1, "width": 64, "patch_size": 32, "image_size": 32}
     try:  # open_clip's public interface builds whole models only, so the image encoder is as small as possible
         net: Any = open_clip.CustomTextCLIP(embed_dim, smallest, tower, quick_gelu=bool(config.get("quick_gelu"))).text

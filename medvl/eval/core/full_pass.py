@@ -22,14 +22,14 @@ Values = Mapping[str, Tensor | list[str]]
 
 
 class FullPass:
-    """Pass over the batches of a loader that checks for every sample of the source to come exactly once.
+    """Pass over the batches of a loader; checks that every sample of the source comes exactly once.
 
     Iterating reads a loader of one rank. `compute` also reads loaders of several ranks, which take whole batches in
     turn: a batch has the same samples on any number of ranks, so the values are the same.
 
-    Raises SplitError where images of the source are synthetic, unless `synthetic` allows them: features of any images
-    may train a probe, but no test set is synthetic. After the last batch both raise `EvaluationError` if a sample came
-    twice, was neither yielded nor skipped, or if there was no sample at all.
+    Raises SplitError where images of the source are synthetic, unless `synthetic` allows them: a probe may be trained
+    on synthetic images, but no test set may be synthetic. After the last batch both raise `EvaluationError` if a sample
+    came twice, was neither yielded nor skipped, or if there was no sample at all.
 
     Attributes:
         keys: keys of all samples yielded, in the order of the loader.
@@ -86,7 +86,7 @@ class FullPass:
         yielded, skipped = len(self.keys), sum(self.unreadable.values())
         duplicates = yielded - len(set(self.keys))
         if duplicates:
-            message = f"expected every image once, got {duplicates} again; open the loader with train=False"
+            message = f"expected every image once, got {duplicates} more than once; open the loader with train=False"
             raise EvaluationError(message, "mismatch")
         if yielded + skipped != expected:
             message = f"expected {expected} images, got {yielded} and {skipped} skipped; use train=False and one rank"

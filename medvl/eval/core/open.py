@@ -46,7 +46,7 @@ def load_ensemble(checkpoints: Sequence[Path], device: str = "auto") -> list[Dua
 
     Raises:
         CheckpointError: a checkpoint cannot be loaded.
-        ConfigError: a model is no dual-encoder, or uses another image transform than the first, so that they cannot
+        ConfigError: a model is not a dual-encoder, or uses another image transform than the first, so that they cannot
             share a loader.
     """
     models: list[DualEncoder] = []

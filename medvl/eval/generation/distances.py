@@ -122,7 +122,7 @@ def jackknife(
 def matched_draws(
     sets: Mapping[str, FeatureSet], real: FeatureSet, *, draws: int = 20, seed: int = 0
 ) -> tuple[int, Iterator[dict[str, tuple[Array, Array]]]]:
-    """Return a number of images, and draws of so many images of each set beside as many real ones.
+    """Return a number of images, and draws of that many images of each set together with as many real ones.
 
     In each draw the patients of the real images are divided into two halves at random. The second half is the
     reference of every set, and the first half is the set "real": what a perfect generator would get at this number.

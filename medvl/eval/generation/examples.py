@@ -1,4 +1,4 @@
-"""Images that a reader looks at first: prompts beside real and generated images, and nearest training images."""
+"""Example images for the page: prompts beside real and generated images, and nearest training images."""
 
 from typing import Any
 

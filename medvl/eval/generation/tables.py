@@ -147,8 +147,8 @@ def memorisation_table(result: GenerationResult) -> Table:
         columns=["", "Too near", "Nearer than all real", "Median", "Median, real", "Smallest", "Smallest, real"],
         rows=lines,
         caption=f"Distance to the nearest of all {details['training_images']:,} training images. Too near: nearer than "
-        "99% of the real test images, so 0.010 is no memorisation. Relative distances are divided by the mean distance "
-        "of the 2nd to 10th nearest training images: a blurred image is near to many, a copy to one.",
+        "99% of the real test images; 0.010 is the value of real images. Relative distances are divided by the mean "
+        "distance of the 2nd to 10th nearest training images: a blurred image is near to many, a copy to one.",
     )
 
 

@@ -167,7 +167,7 @@ def _picture(item: GroundedPhrase, map_HW: NDArray[np.float32], pixels: NDArray[
 
 
 def _place(map_HW: NDArray[np.floating]) -> str:
-    """Return where the maximum of a map is, for readers who do not see it."""
+    """Return the position of a map's maximum in words, for screen readers."""
     row, column = np.unravel_index(np.nanargmax(map_HW), map_HW.shape)
     down, across = row / map_HW.shape[0], column / map_HW.shape[1]
     return f"highest {across:.0%} from the left and {down:.0%} from the top"

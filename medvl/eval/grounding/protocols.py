@@ -33,7 +33,7 @@ class GroundingProtocol:
     smoothing: float = 0.0
     """Standard deviation, in cells of the grid, of a Gaussian over similarity maps."""
     contrast: Literal["cnr", "signed_cnr"] = "cnr"
-    """The contrast-to-noise ratio that the protocol's figures are; both are always computed."""
+    """Contrast-to-noise ratio that the protocol reports; both are always computed."""
 
 
 _PROTOCOLS: Mapping[GroundingProtocolName, GroundingProtocol] = {

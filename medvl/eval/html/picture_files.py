@@ -11,7 +11,7 @@ _COLUMNS = ("file", "group", "alternative text", "lines", "color scale")
 
 
 def picture_files(sections: Sequence[Any], names: Sequence[str]) -> tuple[dict[str, bytes], dict[str, str]]:
-    """Return the files of the pictures that are no plots, and the name of a picture's file by its data URI.
+    """Return the files of the pictures that are not plots, and the name of a picture's file by its data URI.
 
     Pictures are named after their section and numbered in its order; `NAME-pictures.csv` has for each its heading, its
     alternative text, the lines below it, and the values at the ends of a heat map's colors.

@@ -36,7 +36,7 @@ def ordinal_table(table: FeatureTable, column: str, levels: Sequence[str]) -> Fe
         column: name of the column.
         levels: its values, lowest first. Images that have none of them, or several, are left out.
 
-    Raises EvaluationError where a level is no label of the table, or no image is left.
+    Raises EvaluationError where a level is not a label of the table, or no image is left.
     """
     names = [f"{column}={level}" for level in levels]
     known = [name for name in table.label_names if name.startswith(f"{column}=")]

@@ -29,7 +29,7 @@ _AVERAGES = {
     "macro": "F1, macro",
 }
 _LIMITS = (
-    "A research evaluation, not for clinical use: overlap of words is no measure of correctness, and one report for "
+    "A research evaluation, not for clinical use: overlap of words is not a measure of correctness, and one report for "
     "all images can have much of it.",
     "Findings are read by a rule-based labeler, in the generated report and, except in the rows against labels, in its "
     "reference. The consensus of samples is selected by the same labeler.",

@@ -90,7 +90,7 @@ def image_retrieval(
         model: the dual-encoder.
         loader: over labelled images.
         ks: numbers of nearest candidates.
-        policy: for uncertain and missing labels.
+        policy: treatment of uncertain and missing labels.
         resamples, seed: of the bootstrap.
         checkpoint: its hash goes into the results.
 

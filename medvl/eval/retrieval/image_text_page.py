@@ -16,8 +16,8 @@ _DIRECTIONS = {"image_to_text": "Image to text", "text_to_image": "Text to image
 _FINDINGS = 2
 _MIN_IMAGES = 5  # minimum number of images with, and without, a finding that colors the embeddings
 LIMITS = (
-    "A research evaluation, not for clinical use: a retrieved text may say the same as the image's own text in other "
-    "words, and is still counted as wrong.",
+    "A research evaluation, not for clinical use: a retrieved text may have the same meaning as the image's own text "
+    "in other words, and is still counted as wrong.",
     "Intervals are percentiles of a bootstrap over texts, with all their images. Recall falls as the gallery grows: "
     "compare numbers over one gallery only.",
     "Images and texts on this page belong to the data set and stay under its terms of use.",

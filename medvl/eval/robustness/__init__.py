@@ -1,1 +1,1 @@
-"""Robustness: what happens to a model's results under other patients, sites, images and words."""
+"""Robustness of a model's results to other patients, sites, images and wordings."""

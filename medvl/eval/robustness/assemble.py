@@ -84,7 +84,7 @@ class _Kept:
 
     @property
     def images(self) -> int:
-        """Number of images with a label that counts."""
+        """Number of images with a label of 1 or 0."""
         return int((~np.isnan(self.labels_TL[:, self.evaluable])).any(axis=1).sum())
 
     def macro(self, scores_TL: Array) -> metrics.Value:

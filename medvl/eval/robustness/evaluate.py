@@ -1,7 +1,8 @@
 """Robustness of a dual-encoder, a fusion-encoder or a classifier, in one evaluation under one bootstrap.
 
-Protocol "robustness", version 1. A model is tested by what it has: findings (a dual-encoder by prompts, a classifier),
-texts compared with images (a dual-encoder by similarity, a fusion-encoder by the log-odds of a match), or both.
+Protocol "robustness", version 1. The tests depend on what a model scores: findings (a dual-encoder by prompts, a
+classifier), texts compared with images (a dual-encoder by similarity, a fusion-encoder by the log-odds of a match), or
+both.
 
 * Clean: AUROC of each finding and their mean ("macro"); "above_other", the share of images that score higher with
   their own text than with another patient's (`medvl.eval.matching`).
@@ -19,10 +20,10 @@ texts compared with images (a dual-encoder by similarity, a fusion-encoder by th
   two shares. A model that does not read the "no", or always prefers one of the two, has 0.5.
 * Laterality: "above_mirror", the share of images whose text names a side that score higher with their own text than
   with left and right exchanged.
-* Other images: "ood_auroc", how often an image of the data has more confidence than one that is no radiograph: noise
+* Other images: "ood_auroc", how often the confidence of an image of the data exceeds that of other images: noise
   with the spectrum of natural images, inverted grey levels, shuffled tiles, and `outside`, shards of other images. The
   confidence is the largest probability of a finding, or the largest similarity (log-odds of a match) with a statement
-  or denial. 0.5: the model is as confident about them; below 0.5: more.
+  or denial. 0.5: the model is equally confident about other images; below 0.5: more confident.
 * Intervals: patients are resampled with all their images, in all tests together.
 
 Every image and version of an image is encoded once, every text once. A model that reads precomputed regions in place of
@@ -122,9 +123,9 @@ def evaluate_robustness(
         open_loader: opens a loader of a source, prepared for the model.
         prompts: prompt sets of a dual-encoder; the first one scores the findings in all tests.
         sites: name -> labelled images of other hospitals.
-        outside: name -> images that are no chest radiographs.
+        outside: name -> images that are not chest radiographs.
         calibration: of the model and the first prompt set.
-        settings: of the tests.
+        settings: settings of the tests.
         checkpoint: directory or file whose hash is recorded in the results.
 
     Raises:

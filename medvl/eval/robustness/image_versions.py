@@ -2,7 +2,7 @@
 
 A version depends on (seed, image key, version) only, so that it is the same on any machine and number of workers, and
 for every model. It is made from the stored pixels, before a model's own resizing. Lengths are relative to the shorter
-side: a version looks alike at every stored size.
+side: a version looks the same at every stored size.
 """
 
 import dataclasses
@@ -19,7 +19,7 @@ from medvl.schema import Sample
 
 STRENGTHS = 5
 _GRAIN = 224
-"""Cells of the noise along the shorter side: finer noise would vanish when a model shrinks the image."""
+"""Number of noise cells along the shorter side: finer noise would disappear when a model shrinks the image."""
 _TILES = 4
 
 Corruption = Callable[[np.ndarray, int, np.random.Generator], np.ndarray]
@@ -118,7 +118,7 @@ MADE_UP: Mapping[str, Callable[[np.ndarray, np.random.Generator], np.ndarray]] =
     "inverted": _inverted,
     "shuffled tiles": _shuffled,
 }
-"""Images that are no radiographs, made from radiographs: with the same grey levels, or all of the same pixels."""
+"""Images that are not radiographs, made from radiographs: with the same grey levels, or all of the same pixels."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -150,7 +150,7 @@ def corruption_versions(names: Sequence[str]) -> list[Version]:
 
 
 class VersionSource:
-    """A source that has all versions of its first image, then all of its second, and so on.
+    """Source with all versions of the first image, then all versions of the second, and so on.
 
     Reading in order decodes each image once for each worker process. Samples have no text unless `texts` is set.
     """

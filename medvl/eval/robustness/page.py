@@ -18,7 +18,7 @@ from medvl.eval.robustness.metric_groups import ALL
 
 _LIMITS = (
     *LIMITS,
-    "Corruptions are made, not photographed: a model that stands them may still fail on the images of another device.",
+    "The corruptions are computed: a model that is robust to them may still fail on the images of another device.",
 )
 _TRACKS = {"auroc": ("AUROC", "macro"), "above_other": ("Own text above another patient's", "all")}
 _ATTRIBUTES = ("view", "projection", "sex", "age", "site")
@@ -205,7 +205,7 @@ def _others(rows: _Rows, result: RobustnessResult) -> Table | None:
         cells = [rows.find(metric, "all", name) for metric in ("ood_auroc", "confidence")]
         body.append([name, metric_cell(cells[0], reference=0.5, bar=True), metric_cell(cells[1], bar=True)])
     return Table(
-        title="Images that are no chest radiographs",
+        title="Images that are not chest radiographs",
         columns=["", "More confident about these data", "Mean confidence"],
         rows=body,
         caption=f"Confidence: {result.scores.scorer.confidence_is}. At 0.5 it does not tell the images apart; below "

@@ -135,7 +135,7 @@ class Scores:
     sites: Mapping[str, tuple[tuple[str, ...], Images]]
     """Name -> label columns and images."""
     left_out: Mapping[str, str]
-    """Test -> why it is left out."""
+    """Test -> reason why it is left out."""
 
 
 def score_everything(

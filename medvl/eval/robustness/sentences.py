@@ -19,7 +19,7 @@ PARAPHRASES: Mapping[str, tuple[str, str]] = {
 
 
 def statements(names: Sequence[str]) -> dict[str, tuple[str, str]]:
-    """Return class -> "There is X." and "There is no X.", without No Finding, whose denial is no negation."""
+    """Return class -> "There is X." and "There is no X.", without No Finding, whose denial asserts a finding."""
     known = load_prompts("chexpert_pairs").classes
     pairs = {}
     for name in names:

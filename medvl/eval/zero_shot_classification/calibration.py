@@ -4,7 +4,7 @@
 
 `medvl eval calibrate` fits it and writes `RUN/eval/calibration/PROMPTS.json` beside the checkpoint; `medvl serve`
 reads it from there. A calibration belongs to one checkpoint and one prompt set, whose hashes it holds. Probabilities
-are those of patients like the validation patients: with another prevalence they are off.
+are those of patients like the validation patients: with another prevalence they are biased.
 
 Shape letters: N images, L classes.
 """
@@ -38,7 +38,7 @@ _FEWEST = 10
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class FindingCalibration:
-    """Calibration of one finding, and how good it is on validation patients that it was not fitted on."""
+    """Calibration of one finding, and its quality on validation patients outside of the fit."""
 
     slope: float
     intercept: float
@@ -66,7 +66,7 @@ class Calibration:
     """Corpus, split and fingerprint of the validation images, and the policy of their labels."""
     findings: Mapping[str, FindingCalibration]
     left_out: Mapping[str, str]
-    """Finding -> why it has no calibration."""
+    """Finding -> reason why it has no calibration."""
 
 
 def calibration_path(checkpoint: Path, prompts: str) -> Path:
@@ -88,7 +88,7 @@ def calibrate(
     Args:
         model: a dual-encoder.
         loader: validation images with labels, opened for evaluation.
-        prompts: whose scores are probabilities.
+        prompts: prompt set whose scores are probabilities.
         checkpoint: folder of the model.
         policy: conversion of uncertain and missing labels.
         data: description of the validation images.

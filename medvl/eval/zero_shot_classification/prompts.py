@@ -19,7 +19,7 @@ A class is evaluated on the label column of the same name. Scoring rules:
   (`GLoRIA.best_word_similarity`), standardised over the test images per class; not a probability. A score then depends
   on the other images: use it only to compare with published results.
 * "gloria_published": the same as the published code computes it (`GLoRIA.published_similarity`): it counts characters
-  where it means words, so that a prompt also has tens of zero vectors as words.
+  instead of words, so that a prompt has dozens of additional words that are zero vectors.
 
 "positive" and "negative" are lists of sentences, or {"parts": [LIST, LIST, ...]} for every combination of one string
 from each list; empty strings are left out.

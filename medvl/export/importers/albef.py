@@ -78,7 +78,7 @@ _ALBEF = Importer(
         *(ZeroTensor(name=f"itc_head.queue.{name}", why=_EMPTY) for name in ("image_QE", "text_QE", "names_Q", "seen")),
         ZeroTensor(name="momentum.n_averaged", why="a training starts a moving average of its own from the model"),
     ),
-    note="Where training goes on, the moving average starts from the model again, and the queue is empty.",
+    note="When training continues, the moving average starts from the model again, and the queue is empty.",
 )
 
 IMPORTERS = (_ALBEF,)

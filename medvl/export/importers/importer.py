@@ -21,7 +21,7 @@ class Importer:
     image: Options | None = None
     """Arguments of the image encoder that the file does not determine; None if the file has no image encoder."""
     text: Options | None = None
-    """Likewise for the text encoder."""
+    """The same for the text encoder."""
     system: Callable[[Shapes], Any] | None = None
     """Function from the shapes by medvl's names to the system's config; None: only the encoders are imported."""
     zeros: Sequence[ZeroTensor] = ()

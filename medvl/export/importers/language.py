@@ -81,9 +81,7 @@ def _albert_text(shapes: Shapes, pairs: PairTask = "none") -> AlbertTextConfig:
     return AlbertTextConfig(text_arguments=sizes, vocab_size=words, max_tokens=positions, pairs=pairs)
 
 
-_DEPTH = (
-    "The file does not tell the number of layers, which share their parameters: 12, or 24 at a width of 1024 or 2048."
-)
+_DEPTH = "The file does not contain the number of layers, which share parameters: 12, or 24 at a width of 1024 or 2048."
 
 IMPORTERS = (
     Importer(

@@ -53,6 +53,6 @@ IMPORTERS = (
         ),
         system=_kad,
         zeros=(ZeroTensor(name="book.vectors_QD", why=_BOOK), ZeroTensor(name="book.sha256", why=_BOOK)),
-        note="Entities are asked by their names. The file does not hold those of its training.",
+        note="Entities are queried by their names. The file does not hold those of its training.",
     ),
 )

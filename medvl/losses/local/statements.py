@@ -1,6 +1,6 @@
 """Contrast of images with statements, of which an image has several and many images share one.
 
-    scores_NM = patch_cosine(tokens_NKE, texts_ME, scale)             # RadZero: each image as each statement sees it
+    scores_NM = patch_cosine(tokens_NKE, texts_ME, scale)             # RadZero: each image pooled by each statement
     to_image, to_statement = statement_contrast(scale * scores_NM, positive_NM)
 
 Every ratio of exponentials is a log-sum-exp. Two ranks compare their own images with the statements of all ranks and

@@ -39,8 +39,8 @@ def within_sample_nce(
 
     Args:
         a_BNE, b_BNE: item i of one belongs to item i of the other, such as a word and what it attends to.
-        mask_BN: bool, True on real items of both; None: all are real. Padding is no candidate: as one, it would change
-            the loss with the length of the longest text of the batch.
+        mask_BN: bool, True on real items of both; None: all are real. Padding is not a candidate: it would
+            make the loss depend on the length of the longest text of the batch.
         weights_BN: of the items of `a`, such as attention weights; divided by their sum over the real items. They get
             no gradient. None: equal.
         positives_NN: weights of the positives of item i in row i; divided by their sum over the real items of a row.

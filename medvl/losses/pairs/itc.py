@@ -155,7 +155,7 @@ class MomentumQueue(nn.Module):
         Raises ValueError when there are not as many of each.
         """
         if not len(image_BE) == len(text_BE) == len(names_B):
-            raise ValueError(f"{len(image_BE)} images, {len(text_BE)} texts and {len(names_B)} names are no pairs")
+            raise ValueError(f"{len(image_BE)} images, {len(text_BE)} texts and {len(names_B)} names do not form pairs")
         skipped = max(len(names_B) - self.size, 0)  # what the same call would overwrite
         place_B = torch.arange(skipped, len(names_B), device=self.seen.device)
         place_B = (self.seen + place_B) % max(self.size, 1)

@@ -159,7 +159,7 @@ class LViT(MaskModel):
         assert self.tokenizer is not None
         with torch.set_grad_enabled(torch.is_grad_enabled() and not self.config.frozen_text):
             tokens_BTD = self.text_encoder(batch.ids_BT, batch.mask_BT).tokens_BTD
-        slot_BT = word_slots(self.tokenizer, batch.ids_BT, batch.mask_BT) - 1  # the first token is no word
+        slot_BT = word_slots(self.tokenizer, batch.ids_BT, batch.mask_BT) - 1  # the first token is not a word
         slot_BT = torch.where(slot_BT < self.config.words, slot_BT, -1)
         words_BTD, _ = sum_by_slot(tokens_BTD, slot_BT, self.config.words)
         count_BT1, _ = sum_by_slot(torch.ones_like(tokens_BTD[:, :, :1]), slot_BT, self.config.words)

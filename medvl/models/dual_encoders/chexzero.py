@@ -11,8 +11,8 @@ from medvl.models.registry import register_system
 class CheXzeroConfig(CLIPConfig):
     """Published settings: 320-pixel squares on black, bicubic to 224, mean and deviation of MIMIC-CXR's pixels.
 
-    The published code lets the scale grow; OpenAI's weights start at 100, and here it stays there unless `max_scale`
-    is None.
+    The published code does not bound the scale; OpenAI's weights start at 100, and here it stays there unless
+    `max_scale` is None.
     """
 
     fit: Literal["crop", "pad", "squash"] = "pad"

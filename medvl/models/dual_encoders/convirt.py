@@ -27,7 +27,7 @@ class ConVIRTConfig(BertDualConfig):
     hidden_dim: int | None = None
     """Hidden width of both heads; None takes that of their input."""
     text_pool: Literal["max", "mean"] = "max"
-    """Pooling of tokens; the mean is an unofficial re-implementation's."""
+    """Pooling of tokens; the mean is used by an unofficial re-implementation."""
     frozen_text_layers: int = 6
     patch_dropout: float = 0.0
     """Share of each image's patches that training drops at random: twice the speed at one half (FLIP, Li et al., arXiv

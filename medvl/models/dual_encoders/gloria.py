@@ -22,12 +22,13 @@ from medvl.schema import Embeddings, Losses
 class GLoRIAConfig(LocalDualConfig):
     """Settings of the authors' configuration for CheXpert.
 
-    They strip the punctuation from a text; here it stays, and every mark is a word. Images are padded to squares of
-    256 pixels, cut to their center of 224 and stretched to 299; regions are layer3 of a ResNet-50, 19 x 19.
+    The authors remove punctuation from texts; here it is kept, and every mark is a word. Images are padded to squares
+    of 256 pixels, cut to their center of 224 and stretched to 299; regions are layer3 of a ResNet-50, 19 x 19.
 
-    As published, regions and words keep their norm (`local_feature_norm`), which sets how sharp the attention is: where
-    norms are large from the start, one word keeps every region, no gradient changes that, and all regions get equal
-    attention. The text's first token (`text_token`) is unlike all words and can keep every region for itself.
+    As published, regions and words keep their norm (`local_feature_norm`), which sets the sharpness of the attention:
+    with large norms at the start, every region attends to the same word, the softmax is saturated and has no gradient,
+    and all regions get equal attention. The text's first token (`text_token`) differs from all words and can be that
+    word.
     """
 
     fit: Literal["crop", "pad", "squash"] = "pad"

@@ -26,7 +26,8 @@ class KADConfig(QueryConfig):
     """Settings of the paper and the released code, with the label columns as entities in place of 40 from RadGraph.
 
     The published text encoder is Med-KEBERT, trained on concepts of UMLS and their definitions: `init_from` takes a
-    checkpoint of the system `kebert` (encoder and head), and `medvl import kad` has it. PubMedBERT is a start without.
+    checkpoint of the system `kebert` (encoder and head), and `medvl import kad` imports it. PubMedBERT is a start
+    without UMLS.
     """
 
     text_encoder: str = "pubmedbert"
@@ -39,7 +40,7 @@ class KADConfig(QueryConfig):
     in each step, of 2.66 and not 14.3, and compares vectors of any length on one GPU alone."""
     contrast_weight: float = 1.0
     report_weight: float = 1.0
-    """Weight of the entities asked of the report in place of the image."""
+    """Weight of the entity loss computed from the report instead of the image."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

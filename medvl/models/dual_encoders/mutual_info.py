@@ -36,7 +36,7 @@ class MutualInfoConfig(BertDualConfig):
     gradient is that of Donsker-Varadhan ("dv")."""
     critic_hidden: tuple[int, ...] = (1024, 512)
     positives: Positives = "study"
-    """Pairs that are no negatives of each other: those of one study, as published."""
+    """Pairs that are not negatives of each other: those of one study, as published."""
     global_weight: float = 1.0
     local_weight: float = 0.0
     """Weight of regions and sentences; 0 leaves them out. `global_weight` 0 is the paper's local version, in which

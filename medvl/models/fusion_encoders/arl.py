@@ -133,7 +133,7 @@ class ARL(M3AE):
 
 
 def _set_finder(model: ARL, *_: object) -> None:
-    """Let loaders find the entities of the model's graph."""
+    """Make loaders find the entities of the model's graph."""
     model.inputs = dataclasses.replace(
         model.inputs, entities=model.align_head.graph.finder(), max_entities=model.config.max_entities
     )

@@ -49,9 +49,9 @@ class M3AE(DualStreamModel):
     With a CNN, which has no tokens to remove, cells of its last grid are masked (`encode_visible`). This is not in the
     paper.
 
-    Other deviations: the modality embedding learns at the fusion-encoder's rate, which the released code misses by its
-    name; and parts of that code that are never used are left out: of its 391.6 million parameters, 25.3 are CLIP's text
-    embeddings and 0.6 RoBERTa's pooler.
+    Other deviations: the modality embedding has the fusion-encoder's learning rate, which the released code does not
+    apply because of its name; and parts of that code that are never used are left out: of its 391.6 million parameters,
+    25.3 are CLIP's text embeddings and 0.6 RoBERTa's pooler.
     """
 
     Config = M3AEConfig

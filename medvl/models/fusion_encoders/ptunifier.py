@@ -45,9 +45,9 @@ class PTUnifierConfig(DualStreamConfig):
     prompts: int = 2048
     """Vectors in each of the two pools."""
     image_prompts: int = 49
-    """Vectors that stand for a missing image."""
+    """Vectors in place of a missing image."""
     text_prompts: int = 32
-    """Vectors that stand for a missing text."""
+    """Vectors in place of a missing text."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -30,7 +30,7 @@ class UNITERConfig(RegionConfig):
     max_tokens: int = 62
     wpa_weight: float = 0.1
     task_mix: bool = True
-    """Train one task a step, masked words : matching : region features : region classes as 2 : 2 : 1 : 1, the same on
+    """Train one task per step, masked words : matching : region features : region classes as 2 : 2 : 1 : 1, the same on
     all ranks; False: all tasks in each step."""
 
     def __post_init__(self) -> None:

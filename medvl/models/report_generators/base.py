@@ -25,7 +25,7 @@ class ReportGenerator(System):
 
     The loss, "words", is the mean cross-entropy of all words of a batch, each predicted from the image and the true
     words before it. Samples without an image or a text are left out. A text that fills `config.max_tokens` may have
-    been cut, so its last token is no target. The unknown word is a target, and is never written.
+    been cut, so its last token is not a target. The unknown word is a target, and is never written.
     """
 
     shared_encoders = ("image_encoder",)

@@ -35,7 +35,7 @@ class NodesReport:
     """Result of `check_nodes`."""
 
     ranks: Sequence[Mapping[str, Any]]
-    """What each rank found, in rank order."""
+    """Measurements of each rank, in rank order."""
     latency_us: float
     """Median time of an all-reduce of one number."""
     bandwidth_gb: float
@@ -136,7 +136,7 @@ def _versions() -> dict[str, str]:
 
 
 def _check_storage(ranks: RankInfo, storage: Path) -> float | str:
-    """Return the seconds until this rank saw a file of rank 0, or what is wrong with the folder. Collective call."""
+    """Return the seconds until a file of rank 0 was visible, or the problem of the folder. Collective call."""
     name = ranks.from_main(f".medvl-doctor-{uuid.uuid4().hex}")
     folder = storage / name
     own: float | str = 0.0

@@ -168,7 +168,7 @@ class Checkpoints:
             return save()
         except Exception as error:  # safetensors and tokenizers raise their own types on a full disk
             if isinstance(error, RuntimeError) and worker_error(error) is not None:
-                raise  # a loader's worker died meanwhile; the disk is not the cause
+                raise  # a loader's worker died during the save; the disk is not the cause
             self.failures += 1
             _log.warning(
                 "the checkpoint of step %d could not be saved (%s: %s); training continues with the previous one, and "

@@ -2,8 +2,8 @@
 
     run_dir/checkpoints/step-00001200/
       config.json, tokenizer/, ...              as in other checkpoints; rank 0 writes them
-      weights/shard-00001-model-..., ...        one file a rank, instead of model.safetensors
-      train_state/state.json, optimizer/        one file a rank, instead of optimizer.safetensors
+      weights/shard-00001-model-..., ...        one file per rank, instead of model.safetensors
+      train_state/state.json, optimizer/        one file per rank, instead of optimizer.safetensors
       complete.json                             written last, by rank 0, with the hash that each rank made of its files
 
 The folder has a temporary name until all of it is on the disk, as with other checkpoints.
@@ -37,7 +37,7 @@ def save_parts(
     Raises on all ranks where one of them fails; existing checkpoints are not changed.
     """
     ranks, folder = model.ranks, checkpoints.folder / f"step-{state['step']:08d}"
-    with contextlib.ExitStack() as stack:  # on rank 0 it holds the new folder, which an error removes
+    with contextlib.ExitStack() as stack:  # on rank 0 it removes the new folder after an error
 
         def begin() -> str:
             aside = stack.enter_context(folders.new_folder(folder))

@@ -1,4 +1,4 @@
-"""Python's garbage collector, kept from stalling steps."""
+"""Exclusion of existing objects from Python's garbage collection, which would stall steps."""
 
 import contextlib
 import gc

@@ -34,7 +34,7 @@ class StepResult:
     spike: bool = False
     """Whether the loss was finite, but far above the losses before it."""
     scale_search: bool = False
-    """Whether the update was skipped because fp16's loss scale was too large, which is no fault of the data."""
+    """Whether the update was skipped because fp16's loss scale was too large, which the data did not cause."""
 
     @property
     def pairs(self) -> int:

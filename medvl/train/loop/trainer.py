@@ -201,7 +201,7 @@ class Training:
         """Return the result of the finished run."""
         state = self.state
         if self.config.sharded_checkpoints:
-            state.model.gather()  # the weights of the model that was given to `train`, which no save brought up to date
+            state.model.gather()  # saves in parts do not update the weights of the given model
         last = self._checkpoints.at(state.step)
         if last is None:
             raise CheckpointError(f"{self._checkpoints.folder} has no checkpoint of step {state.step}", "not_found")

@@ -47,7 +47,7 @@ class BatchStream:
             raise TrainingError("the train loader has no batch in an epoch; use a smaller batch or more data", "empty")
         self.loader = loader
         self.wait_seconds = 0.0
-        """Time spent waiting for batches so far; with a side stream the device may have been busy meanwhile."""
+        """Time spent waiting for batches so far; with a side stream, the device may work during that time."""
         self._accumulate, self.side = accumulate, side
         self._iterator: Iterator[Batch] | None = None
         self._prefetched: Batch | None = None

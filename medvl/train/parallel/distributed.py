@@ -143,7 +143,7 @@ def _init_process_group(backend: str) -> None:
     torchrun reuses its store across restarts: without a fresh prefix the ranks would find the addresses of the killed
     processes, and fail or wait for half an hour. The same holds for the second group of one process. With
     TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, which a lost node needs to be replaced, each start has a store of its own; the
-    agents' counts of restarts differ then, so they are no part of the prefix.
+    agents' counts of restarts differ then, so they are not part of the prefix.
     """
     rank, size = rank_and_world()
     store, _, _ = next(rendezvous("env://"))
@@ -247,7 +247,7 @@ def cpu_cores() -> int:
 def idle_cores() -> int:
     """Return how many of this process's cores no other process uses, rounded; measured for a quarter of a second.
 
-    All cores count as idle where the system does not tell (outside of Linux).
+    All cores count as idle on systems other than Linux.
     """
     if not Path("/proc/stat").is_file():
         return cpu_cores()

@@ -169,7 +169,7 @@ def repeated_blocks(model: nn.Module) -> list[nn.Module]:
     """Return the repeated blocks of a network: members of a container with several modules of the same class.
 
     These are Transformer layers and residual blocks; `fully_shard` gathers the weights of one at a time. Of nested
-    blocks (the stages of a CNN) the innermost are taken. Modules without children are no blocks.
+    blocks (the stages of a CNN) the innermost are taken. Modules without children are not blocks.
     """
     blocks: dict[nn.Module, None] = {}  # an ordered set
     for container in model.modules():

@@ -148,7 +148,7 @@ def test_robustness_of_a_dual_encoder_and_a_classifier(home: Path, capsys: pytes
     assert results.config["prompts"][:3] == ["chexpert_ensemble", "chexpert_pairs", "chexzero_template"]
     page = (folder / "index.html").read_text()
     assert "Corruptions: Own text above another patient" in page
-    assert "Images that are no chest radiographs" in page
+    assert "Images that are not chest radiographs" in page
     before = (folder / "results.json").read_bytes()
     cli.main([*test, "--sites", str(home / "shards" / "validate"), "--outside", str(home / "shards" / "validate")])
     assert (folder / "results.json").read_bytes() == before

@@ -213,7 +213,7 @@ def test_the_queue_keeps_no_graph_and_is_part_of_the_state_dict() -> None:
         (lambda: losses.itc(*example(3, 2), temperature=0.1, alpha=1.5), "alpha must be within"),
         (lambda: losses.itc(*example(3, 2), 0.1, 0.4, torch.ones(3, 3).bool()), "positive_BN must be \\(3, 5\\)"),
         (lambda: MomentumQueue(-1, 4), "expected a size of 0"),
-        (lambda: MomentumQueue(4, 4).enqueue(units(2), units(3), torch.arange(2)), "are no pairs"),
+        (lambda: MomentumQueue(4, 4).enqueue(units(2), units(3), torch.arange(2)), "do not form pairs"),
     ],
 )
 def test_itc_rejects_invalid_arguments(call: Callable[[], object], message: str) -> None:

@@ -298,12 +298,12 @@ def test_options_may_follow_the_recipe(
 
 
 def test_doctor_refuses_files_that_are_no_recipe(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="is no Python file"):
+    with pytest.raises(ConfigError, match="is not a Python file"):
         load_recipe(tmp_path / "none.py", [])
-    with pytest.raises(ConfigError, match="is no Python file"):
+    with pytest.raises(ConfigError, match="is not a Python file"):
         load_recipe(Path(__file__).with_suffix(".toml"), [])
     (tmp_path / "other.py").write_text("x = 1\n")
-    with pytest.raises(ConfigError, match="is no recipe"):
+    with pytest.raises(ConfigError, match="is not a recipe"):
         load_recipe(tmp_path / "other.py", [])
 
 
@@ -315,6 +315,6 @@ def test_doctor_command_line(capsys: pytest.CaptureFixture[str], tmp_path: Path)
     with pytest.raises(SystemExit) as ended:
         cli.main(["doctor", str(tmp_path / "none.py"), "tiny"])
     assert ended.value.code == 1
-    assert capsys.readouterr().err.startswith(f"medvl: {tmp_path / 'none.py'} is no file")
+    assert capsys.readouterr().err.startswith(f"medvl: {tmp_path / 'none.py'} is not a file")
     cli.main(["--help"])
     assert "  doctor                   Measure the training speed of a recipe" in capsys.readouterr().out

@@ -110,7 +110,7 @@ def plan(
 
 
 def _labels(named: Counter[str], agreement: int) -> dict[str, int]:
-    """Return label -> 1 or 0. No Finding is 1 only if no other label is, so that a lower agreement is no conflict."""
+    """Return label -> 1 or 0. No Finding is 1 only if no other label is, also under a lower agreement."""
     labels = {label: int(named[label] >= agreement) for label in LABELS}
     labels["No Finding"] &= sum(labels.values()) == 1
     return labels

@@ -93,7 +93,7 @@ def _read_json(path: Path, options: DocumentFormat) -> Iterator[Document]:
     for number, row in read_json_lines(path, fields, ANYWHERE):
         text = row[options.text_field]
         if not isinstance(text, str):
-            raise malformed(f"{path}, row {number}", f"{options.text_field} is no text", options.text_field)
+            raise malformed(f"{path}, row {number}", f"{options.text_field} is not text", options.text_field)
         yield Document(text=text.strip(), id=None if options.id_field is None else str(row[options.id_field]))
 
 

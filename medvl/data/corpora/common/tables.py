@@ -23,7 +23,7 @@ from medvl.schema import FINDINGS, Sample
 MAX_CELL_CHARACTERS = 1 << 17
 """Longest accepted cell of a CSV table; the longest report of MIMIC-CXR has under 10,000 characters."""
 MAX_LINE_CHARACTERS = 1 << 24
-"""Longest accepted line of a table; a line of JSON lines is an article with its references."""
+"""Longest accepted line of a table; in JSON lines, a line can be an article with its references."""
 
 _SEPARATORS = (",", ";", "\t", "|")
 _LABEL_VALUES = {"1.0": 1, "0.0": 0, "-1.0": -1, "1": 1, "0": 0, "-1": -1}
@@ -165,8 +165,8 @@ def read_json_lines(
 def read_lines(path: Path, folders: InputFolders) -> Iterator[str]:
     """Yield the lines of a text file, gzipped or not, with their ends.
 
-    Raises CorpusError when it does not exist, is no regular file in `folders`, is damaged, is not UTF-8, or has a line
-    of more than `MAX_LINE_CHARACTERS`.
+    Raises CorpusError when it does not exist, is not a regular file in `folders`, is damaged or not UTF-8, or has a
+    line of more than `MAX_LINE_CHARACTERS`.
     """
     with open_text(path, folders) as file:
         number = 0
@@ -228,7 +228,7 @@ def find_file(root: Path, *names: str) -> Path:
     for name in names:
         if (root / name).is_file():
             return root / name
-    advice = "is it the root of the release? See the data card."
+    advice = "give the root of the release (see the data card)"
     raise CorpusError(f"{root} contains none of {', '.join(names)}: {advice}", "not_found")
 
 
@@ -243,7 +243,7 @@ def malformed(where: object, message: str, field: str | None = None) -> CorpusEr
 
 
 def check_choice(value: str, choices: Sequence[str], field: str) -> None:
-    """Raise ConfigError when an option is none of its choices."""
+    """Raise ConfigError unless an option is one of its choices."""
     if value not in choices:
         raise ConfigError(f"{field} must be one of {', '.join(choices)}, got {value!r}", "unknown_name", field=field)
 

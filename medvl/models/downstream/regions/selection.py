@@ -1,4 +1,4 @@
-"""RegionSelection of an image's regions by confidence, and where they lie in the original image.
+"""Selection of an image's regions by confidence, and their position in the original image.
 
 Shape letters: P regions or proposals of an image, K classes.
 """

@@ -16,8 +16,8 @@ from medvl.schema import Embeddings
 class Pairs:
     """Named sides of B pairs: images, texts, and any others that a system compares.
 
-    A side has one row a pair, or any number of rows with `Embeddings.pair_N`. Without labels, at least one side has one
-    row a pair.
+    A side has one row per pair, or any number of rows with `Embeddings.pair_N`. Without labels, at least one side has
+    one row per pair.
     """
 
     images: Embeddings

@@ -1,4 +1,4 @@
-"""Base of systems that ask an image about a list of entities with a decoder over its grid (MedKLIP, KAD, MAVL)."""
+"""Base of systems that predict a list of entities with a query decoder over an image's grid (MedKLIP, KAD, MAVL)."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -25,12 +25,12 @@ from medvl.schema import FINDINGS, Batch, Embeddings, Inputs, Losses
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class QueryConfig(QueryDecoderConfig, DualEncoderConfig):
-    """Settings of a system that asks about entities."""
+    """Settings of a system with queries of entities."""
 
     entities: tuple[str, ...] = FINDINGS
     """Names of the entities: the label columns of the shards, in their order."""
     descriptions: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    """Name -> sentence that is its query; of others, `medvl.data.reports.entities.describe`."""
+    """Name -> sentence of its query; other entities use `medvl.data.reports.entities.describe`."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -38,10 +38,11 @@ class QueryConfig(QueryDecoderConfig, DualEncoderConfig):
 
 
 class QueryEncoder(TextMaps):
-    """A frozen text encoder makes a query of each entity; a decoder over the image's grid predicts which are present.
+    """Base of systems whose frozen text encoder turns each entity into a query; a decoder over the image's grid
+    predicts which entities are present.
 
-    A text that names an entity of the book (name, statement or description) selects that entity's query. Any
-    other text is asked beside the book, one at a time, as the papers do: queries attend to each other, so that its
+    A text that names an entity of the book (name, statement or description) selects that entity's query. Any other text
+    is added to the book as a further query, one at a time, as in the papers: queries attend to each other, so that its
     score depends on the book, but never on the other texts of an evaluation.
 
     Attributes:
@@ -67,7 +68,7 @@ class QueryEncoder(TextMaps):
 
     @classmethod
     def sentences_of(cls, config: Any) -> list[tuple[str, ...]]:
-        """Return the sentences of each entity, a query each; all entities have equally many."""
+        """Return the sentences of each entity, one per query; all entities have the same number."""
         return [(config.descriptions.get(name, describe(name)),) for name in config.entities]
 
     @classmethod

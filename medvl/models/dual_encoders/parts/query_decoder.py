@@ -1,6 +1,6 @@
 """Transformer decoder whose queries read a memory with padding: statements over patches, images over words, entities.
 
-    decoder = QueryDecoder(768, config, self_attention=False)          # CARZero: no query knows another one
+    decoder = QueryDecoder(768, config, self_attention=False)          # CARZero: queries do not attend to each other
     states_BQD = decoder(query_BQD, memory_BKD, mask_BK)
     states_BQD, attention_BQK = decoder.with_attention(query_BQD, memory_BKD, mask_BK)
 

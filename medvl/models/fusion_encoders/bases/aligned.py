@@ -1,4 +1,4 @@
-"""Base of systems that align two encoders by contrast before they fuse them (ALBEF; M2I2 and MUMC alike).
+"""Base of systems that align two encoders by contrast before they fuse them (ALBEF, M2I2, MUMC).
 
 N masked positions, K samples with an image and a text, G those of all ranks; the other letters as in `medvl.schema`.
 """
@@ -62,8 +62,8 @@ class AlignedFusionConfig(FusionConfig):
     ramp_steps: int = 10_000
     """Optimiser steps in which alpha grows from 0: the paper's first epoch, 5.1 million pairs in batches of 512."""
     mask_ratio: float = 0.0
-    """Share of the patches that training removes from each image (`encode_visible`), at random, and others for the
-    teacher than for the model."""
+    """Share of the patches that training removes from each image (`encode_visible`), drawn at random and separately
+    for the model and its teacher."""
     negative_floor: float = 0.0
     """Constant added to the probabilities from which hard negatives are sampled."""
 

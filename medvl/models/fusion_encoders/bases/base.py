@@ -67,7 +67,7 @@ class FusionModel(TwoTowers):
 
     @property
     def step_objectives(self) -> tuple[Objective[Any, Any, Any], ...]:
-        """The objectives of this step: all, unless a system trains one task a step."""
+        """The objectives of this step: all, unless a system trains one task per step."""
         return self.objectives
 
     def forward(self, batch: Batch) -> Losses:

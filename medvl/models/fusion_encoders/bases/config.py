@@ -29,8 +29,8 @@ class FusionConfig(TowersConfig):
     itm_weight: float = 1.0
     mirror_weight: float = 0.0
     """Weight of matching each text that names a side, and the same text with left and right exchanged, with its image
-    (`MirroredTextMatching`). Random negatives seldom differ by a side only, and do not teach it; 0, as published, is
-    without."""
+    (`MirroredTextMatching`). Random negatives seldom differ only by a side; 0, as published, turns it
+    off."""
     fusion_lr_mult: float = 5.0
     """Learning rate of the fusion-encoder and of its input projections, as a multiple of the encoders'."""
     head_lr_mult: float = 5.0

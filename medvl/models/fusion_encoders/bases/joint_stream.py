@@ -18,7 +18,7 @@ class JointStream(MaskedMatchingModel):
     """The text, then the image, in one sequence; the text's first token is pooled.
 
     Attributes:
-        image_prefix: number of image tokens that are no cells of the image.
+        image_prefix: number of image tokens that are not cells of the image.
     """
 
     image_prefix: int = 0

@@ -17,8 +17,8 @@ from medvl.schema import Batch
 class RecordWordModel(TwoTowers):
     """An image encoder and a text encoder whose masked words read the image; settings are a `RecordWordsConfig`.
 
-    The mean of the visible patches is added to the words, so that words that the text cannot tell are read from the
-    image.
+    The mean of the visible patches is added to the words, so that words that the text does not determine are read from
+    the image.
 
     Attributes:
         word_head: from states of the text encoder to its vocabulary, with its table of word embeddings.

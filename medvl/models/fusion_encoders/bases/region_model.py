@@ -58,7 +58,7 @@ class RegionModel(MaskedMatchingModel):
     """Shares of the masked regions that are read as zeros, and as other regions (`sample_region_mask`)."""
 
     def require_classes(self) -> None:
-        """Let loaders read the detector's distributions."""
+        """Make loaders read the detector's distributions."""
         if self.config.region_classes:
             self.inputs = dataclasses.replace(self.inputs, region_classes=True)
 

@@ -146,7 +146,7 @@ class AttentionMaps(NamedTuple):
     """From every token of the text, including the first one and padding."""
 
     def cells(self, image: Tokens, leading: int) -> "AttentionMaps":
-        """Drop the first `leading` image tokens, which are no grid cells; set padding to 0."""
+        """Drop the first `leading` image tokens, which are not grid cells; set padding to 0."""
         real_BP = image.real_BN()[:, leading:].float()
         return AttentionMaps(self.pooled_BP[:, leading:] * real_BP, self.text_BTP[:, :, leading:] * real_BP[:, None])
 
