@@ -251,7 +251,7 @@ import numpy as np
 from helpers.shard_plans import OPTIONS, make_plan
 from medvl.data.convert import record
 from medvl.data.privacy.deidentify import Deidentifier
-from medvl.data.convert.memory_limit import limit_memory
+from medvl.common.memory_limit import limit_memory
 from medvl.data.convert.options import ShardRun
 from medvl.data.convert.pipeline import write_shards
 

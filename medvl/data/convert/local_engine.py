@@ -10,8 +10,8 @@ from multiprocessing.synchronize import Event
 import cv2
 
 from medvl.common.interrupts import interrupts_blocked
+from medvl.common.memory_limit import WORKER_BYTES, limit_memory, memory_limited
 from medvl.data.convert.engine import Progress
-from medvl.data.convert.memory_limit import WORKER_BYTES, limit_memory, memory_limited
 from medvl.data.convert.note import ShardNote
 from medvl.data.convert.shard_task import ShardTask, build_shard
 from medvl.errors import ShardError

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from medvl.common.memory_limit import memory_limited
 from medvl.common.untrusted import ANYWHERE, InputFolders, parse_json
 from medvl.data.corpora.common.record_file import Records
 from medvl.data.corpora.common.row_checks import RowChecks
@@ -34,9 +35,11 @@ _MAX_CATEGORIES = 200
 _MISSING = {"nan", "NaN", "NA", "<NA>", "N/A", "n/a", "#N/A", "null", "NULL"}
 """Cells that pandas, R and spreadsheets write for a missing value."""
 _LABEL_VALUES = {"1": 1, "0": 0, "-1": -1, "1.0": 1, "0.0": 0, "-1.0": -1, "true": 1, "false": 0}
-_PARQUET_ROWS = 1 << 8  # read at once
-_PARQUET_GROUP = 1 << 28  # bytes of a column in a group of rows: what a single cell may take before it is seen
+_PARQUET_ROWS = 1 << 4  # read at once: a text that many rows share is copied for each of them
+_PARQUET_GROUP = 1 << 28  # bytes of a column in a group of rows, as stated in the file
 _PARQUET_OVERHEAD = 1 << 16  # bytes of pages and dictionaries
+_PARQUET_MEMORY = 1 << 28  # bytes that may be allocated to decode rows: one cell can fill a group
+_PARQUET_BUFFER = 1 << 20  # bytes of a column that are read from the file at a time
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -288,21 +291,22 @@ def _read_parquet(table: Path, required: list[str]) -> Iterator[tuple[int, Mappi
     import pyarrow.compute
     import pyarrow.parquet
 
+    number = 0
     try:
         with ANYWHERE.open(table, CorpusError) as opened:
-            file = pyarrow.parquet.ParquetFile(opened)
+            file = pyarrow.parquet.ParquetFile(opened, pre_buffer=False, buffer_size=_PARQUET_BUFFER)
             check_columns(table, file.schema_arrow.names, required)
-            number, wanted = 0, set(required)
+            wanted = set(required)
             for group in map(file.metadata.row_group, range(file.metadata.num_row_groups)):
                 for column in map(group.column, range(group.num_columns)):
                     if column.path_in_schema.split(".")[0] in wanted:
                         _check_size(table, column.total_uncompressed_size, group.num_rows)
-            # Texts as dictionaries: one that many rows share is not copied for each of them before it is measured.
             texts = [name for name in wanted if _is_text(file.schema_arrow.field(name).type)]
-            file = pyarrow.parquet.ParquetFile(opened, metadata=file.metadata, read_dictionary=texts)
-            for batch in file.iter_batches(_PARQUET_ROWS, columns=sorted(wanted)):
-                shared = [batch.column(name).dictionary for name in texts]
-                longest = [pyarrow.compute.max(pyarrow.compute.binary_length(part)).as_py() or 0 for part in shared]
+            # One thread: the stacks of others would count towards the memory limit.
+            batches = file.iter_batches(_PARQUET_ROWS, columns=sorted(wanted), use_threads=False)
+            while (batch := _next_batch(batches)) is not None:
+                parts = [getattr(batch.column(name), "dictionary", batch.column(name)) for name in texts]
+                longest = [pyarrow.compute.max(pyarrow.compute.binary_length(part)).as_py() or 0 for part in parts]
                 others = sum(batch.column(name).nbytes for name in wanted.difference(texts))
                 if max([0, *longest]) > 4 * MAX_CELL_CHARACTERS or others > _PARQUET_ROWS * MAX_CELL_CHARACTERS:
                     limit = f"at most {MAX_CELL_CHARACTERS} characters in a text"
@@ -312,8 +316,17 @@ def _read_parquet(table: Path, required: list[str]) -> Iterator[tuple[int, Mappi
                     yield number, row
     except FileNotFoundError:
         raise CorpusError(f"{table} does not exist", "not_found") from None
+    except MemoryError:
+        limit = f"at most {_PARQUET_MEMORY >> 20} MB to decode {_PARQUET_ROWS} rows"
+        raise CorpusError(f"{table}, after row {number}: expected {limit}; shorten the texts", "too_large") from None
     except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
         raise CorpusError(f"{table} cannot be read as Parquet ({type(error).__name__})", "malformed") from error
+
+
+def _next_batch(batches: Iterator[Any]) -> Any:
+    """Return the next batch of rows, None at the end. Raises MemoryError where decoding it takes too much memory."""
+    with memory_limited(_PARQUET_MEMORY):
+        return next(batches, None)
 
 
 def _is_text(kind: Any) -> bool:

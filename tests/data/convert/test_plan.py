@@ -19,8 +19,8 @@ import pytest
 from helpers.errors import raises
 from helpers.shard_plans import OPTIONS, contents, make_plan
 
+from medvl.common.memory_limit import memory_limited
 from medvl.data.convert import local_engine
-from medvl.data.convert.memory_limit import memory_limited
 from medvl.data.convert.options import ShardRun
 from medvl.data.convert.pipeline import write_shards
 from medvl.data.convert.plan import order_by_key

@@ -5,6 +5,8 @@ import dataclasses
 import gzip
 import json
 import re
+import subprocess
+import sys
 from collections import Counter
 from pathlib import Path
 
@@ -398,6 +400,42 @@ def test_parquet_cells_are_refused_before_they_take_memory(
     finally:
         pyarrow.set_memory_pool(before)
     assert pool.max_memory() < 32 << 20
+
+
+READ_PARQUET = """
+import sys
+from pathlib import Path
+from medvl.data.corpora.table import _read_rows
+from medvl.errors import CorpusError
+
+def peak():
+    return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmHWM:"))
+
+before = peak()
+try:
+    print(len(list(_read_rows(Path(sys.argv[1]), ["text"]))), peak() - before)
+except CorpusError as error:
+    print(error.code, peak() - before)
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="the memory limit works on Linux only")
+def test_memory_for_a_huge_parquet_cell_is_bounded(tmp_path: Path) -> None:
+    """In a process that has freed no memory: 128 MB of text among empty cells, which three copies would take."""
+    cells = ["a" * (128 << 20), *[""] * 4000]
+    pyarrow.parquet.write_table(pyarrow.table({"text": cells}), tmp_path / "huge.parquet", compression="zstd")
+    pyarrow.parquet.write_table(pyarrow.table({"text": ["a" * 1000] * 4000}), tmp_path / "small.parquet")
+    code, kilobytes = run_python(READ_PARQUET, tmp_path / "huge.parquet")
+    assert code == "too_large"
+    assert int(kilobytes) < 300 << 10
+    rows, _ = run_python(READ_PARQUET, tmp_path / "small.parquet")
+    assert int(rows) == 4000
+
+
+def run_python(code: str, *arguments: Path) -> list[str]:
+    return subprocess.run(
+        [sys.executable, "-c", code, *arguments], check=True, capture_output=True, text=True
+    ).stdout.split()
 
 
 def test_data_cards_contain_the_counts_of_verify() -> None:
