@@ -21,9 +21,12 @@ class MakeStep:
 
     creates: str
     """File or folder below the corpus's root; the commands are left out where it exists."""
-    table: Literal["medpix", "radiographs", "nih", "paediatric"] | None = None
-    """Collection of `MEDVL_REAL_DATA` whose table is written first, as {root}/TABLE.csv, with prompts in TABLE.json."""
-    run: tuple[str, ...]
+    table: Literal[
+        "medpix", "radiographs", "nih", "paediatric", "boxes", "structures", "lungs", "openi"
+    ] | None = None  # fmt: skip
+    """Collection of `MEDVL_REAL_DATA` whose table is written first, as {root}/TABLE.jsonl, with prompts in TABLE.json;
+    of openi the reports, as {root}/text/openi for `medvl eval text`."""
+    run: tuple[str, ...] = ()
     """Commands without `medvl`, such as "shards mimic-cxr --root {root}/mimic-cxr --out {root}/shards"; {root} is the
     corpus's root, and variables of the environment are replaced."""
 
@@ -123,8 +126,14 @@ class Column:
     targets: tuple[str, ...]
     """The first of these that the results have, such as the mean of five findings, else of all."""
     subgroup: str = ""
-    """Subgroup of the row, or its beginning, such as "sex: "; empty for all items."""
+    """Subgroup of the row, or its beginning, such as "sex: "; empty for all items. A baseline's ("baseline: ") is shown
+    and not ranked."""
     higher_is_better: bool = True
+
+    @property
+    def is_baseline(self) -> bool:
+        """Whether the row is that of a baseline, which is the same for all systems."""
+        return self.subgroup.startswith("baseline: ")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -134,7 +143,8 @@ class CommandTask:
     name: str
     command: str
     """Such as "eval zero-shot --checkpoint {checkpoint} --data {pairs}/test --out {out}". {checkpoint}, {out},
-    {resamples} and the paths of the corpus ({root}, {pairs}, {phrases}, {masks}, ...) are replaced."""
+    {resamples} and the paths of the corpus ({root}, {pairs}, {phrases}, {masks}, ...) are replaced. " && " separates
+    several, of which the first may train into {out}/run."""
     families: tuple[Family, ...] = FAMILIES
     corpora: tuple[str, ...] = ()
     """Names of the corpora whose runs are evaluated; empty for all."""
@@ -169,6 +179,8 @@ class BenchmarkConfig:
     tasks: tuple[str, ...] = ("all",)
     """Names of tasks, or "all" that fit."""
     commands: tuple[CommandTask, ...] = ()
+    columns: Mapping[str, tuple[Column, ...]] = dataclasses.field(default_factory=dict)
+    """Task -> further columns, such as that of a single finding."""
     shares: tuple[float, ...] = (1.0,)
     """Shares of the patients of the pretraining pairs."""
     starts: tuple[StartConfig, ...] = (StartConfig(),)

@@ -44,6 +44,9 @@ def plan_runs(config: BenchmarkConfig, out: Path) -> Plan:
     for task in config.tasks:
         if task not in ("all", *known):
             raise ConfigError(f"tasks: no task {task!r}; {nearest(task, known)}", "unknown_name", field="tasks")
+    for name in config.columns:
+        if name not in known:
+            raise ConfigError(f"columns: no task {name!r}; {nearest(name, known)}", "unknown_name", field="columns")
     planner = _Planner(config, {entry.name: entry for entry in entries}, out)
     places = itertools.product(entries, config.corpora, config.starts, config.shares, config.seeds)
     for entry, corpus, start, share, seed in places:

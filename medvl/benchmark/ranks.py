@@ -77,20 +77,21 @@ class Rank:
     high: int
 
 
+def difference_error(first: Measured, second: Measured) -> float:
+    """Return the standard error of the difference of two systems, paired where they share their test items."""
+    if first.items is None or first.items != second.items:
+        return math.hypot(first.error, second.error)
+    of_items = float(np.nanstd(first.mean_R - second.mean_R, ddof=1))
+    if len(first.values) == len(second.values) > 1:
+        return math.hypot(
+            of_items, _seed_error([a - b for a, b in zip(first.values, second.values, strict=True)])
+        )  # fmt: skip
+    return math.hypot(of_items, _seed_error(first.values), _seed_error(second.values))
+
+
 def p_value(first: Measured, second: Measured) -> float:
     """Return the two-sided p-value of the difference of two systems; NaN without intervals."""
-    difference = first.value - second.value
-    if first.items is not None and first.items == second.items:
-        of_items = float(np.nanstd(first.mean_R - second.mean_R, ddof=1))
-        paired = len(first.values) == len(second.values) > 1
-        seeds = (
-            _seed_error([a - b for a, b in zip(first.values, second.values, strict=True)])
-            if paired
-            else math.hypot(_seed_error(first.values), _seed_error(second.values))
-        )
-        error = math.hypot(of_items, seeds)
-    else:
-        error = math.hypot(first.error, second.error)
+    difference, error = first.value - second.value, difference_error(first, second)
     if math.isnan(error):
         return math.nan
     if error == 0:

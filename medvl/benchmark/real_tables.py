@@ -1,19 +1,26 @@
-"""Tables of small real collections in the folder that `MEDVL_REAL_DATA` names, for `medvl shards table`.
+"""Files of small real collections in the folder that `MEDVL_REAL_DATA` names, for `medvl shards table`.
 
-Splits are those of the collections' files, which share no patient or case. MedPix is without the images of
-VQA-RAD. Of the paediatric radiographs, images of a person number that the training images have too are left out, and a
-tenth of the training persons are for validation.
+Splits are those of the collections' files, which share no patient or case; all collections of the images of Cohen's
+COVID-19 set, with texts or with masks, have the same ones. MedPix is without the images of VQA-RAD. Of the paediatric
+radiographs, images of a person number that the training images have too are left out, and a tenth of the training
+persons are for validation. All images with boxes are test images, as no text belongs to them.
 """
 
 import csv
+import gzip
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from zlib import crc32
 
+import cv2
+
 from medvl.common.files import write_atomic
+from medvl.data.annotations.boxes import read_corners, region_fields
+from medvl.data.annotations.mask_rle import encode_runs
+from medvl.data.text_tasks.tasks import TASKS
 from medvl.errors import ConfigError
 
 _REGIONS = ("Head", "Spine and Muscles", "Thorax", "Abdomen", "Reproductive and Urinary System")
@@ -22,14 +29,25 @@ _NIH = (
     *("Atelectasis", "Cardiomegaly", "Consolidation", "Edema", "Effusion", "Infiltration", "Mass", "Nodule"),
     *("Pneumonia", "Pneumothorax", "No Finding"),
 )
+_STRUCTURES = {
+    "left_lung": "left lung",
+    "right_lung": "right lung",
+    "cardiomediastinum": "heart",
+    "ground_glass_opacities": "ground-glass opacities",
+    "consolidation": "consolidation",
+}
+"""Masks of at least five test images, and the names by which systems are asked for them."""
 _PARTS = {"train": "train", "val": "validate", "test": "test"}
 Row = dict[str, Any]
+Prompts = Mapping[str, tuple[str, Sequence[str]]]
+"""Label -> sentence, and the sentences that it is compared with."""
 
 
 def write_table(name: str, folder: Path) -> list[Path]:
-    """Write NAME.csv for `medvl shards table`, and NAME.json with a prompt for each label.
+    """Write NAME.jsonl for `medvl shards table`, with NAME.json of zero-shot prompts where it has labels.
 
-    Raises ConfigError where `MEDVL_REAL_DATA` names no folder with the collection.
+    "openi" is the folder of a task of `medvl eval text` in place of a table. Raises ConfigError where
+    `MEDVL_REAL_DATA` names no folder with the collection.
     """
     real = Path(os.environ.get("MEDVL_REAL_DATA") or "/MEDVL_REAL_DATA is not set")
     try:
@@ -37,16 +55,20 @@ def write_table(name: str, folder: Path) -> list[Path]:
     except FileNotFoundError as error:
         message = f"{error.filename} does not exist; set MEDVL_REAL_DATA to the folder of the real collections"
         raise ConfigError(message, "not_found", field="MEDVL_REAL_DATA") from None
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"{name}.csv"
-    with path.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, list(rows[0]))
-        writer.writeheader()
-        writer.writerows(rows)
-    labels = [column for column in rows[0] if column not in ("image", "patient", "impression", "split")]
-    classes = {label: {"positive": [f"{label.lower()}."]} for label in labels}
-    prompts = {"name": name, "scoring": "class_softmax", "temperature": 0.1, "classes": classes}
-    return [path, write_atomic(folder / f"{name}.json", json.dumps(prompts) + "\n")]
+    if name == "openi":
+        parts = {"train": "train", "dev": "validate", "test": "test"}
+        return [
+            _write_lines(folder / f"text/openi/{part}.jsonl", [row for row in rows if row["split"] == split])
+            for part, split in parts.items()
+        ]
+    written = [_write_lines(folder / f"{name}.jsonl", rows)]
+    if name in _PROMPTS:
+        classes = {
+            label: {"positive": [text], "negative": list(others)} for label, (text, others) in _PROMPTS[name].items()
+        }
+        prompts = {"name": name, "scoring": "pair_softmax", "temperature": 0.1, "classes": classes}
+        written.append(write_atomic(folder / f"{name}.json", json.dumps(prompts) + "\n"))
+    return written
 
 
 def _medpix(real: Path) -> Iterator[Row]:
@@ -55,32 +77,77 @@ def _medpix(real: Path) -> Iterator[Row]:
             continue
         labels = {name: int(row["location_category"] == name) for name in _REGIONS}
         labels |= {name: int(row["modality_type"] == name) for name in ("CT", "MR")}
-        yield _row(f"medpix/{row['image']}", row["case_id"], row["caption"], row["split"], labels)
+        yield _row(f"medpix/{row['image']}", row["case_id"], row["split"], labels) | {"impression": row["caption"]}
 
 
 def _radiographs(real: Path) -> Iterator[Row]:
     for row in _lines(real / "cxr/cxr.jsonl"):
         if row["text"]:
             labels = {name: int(name in row["labels"]) for name in _CAUSES}
-            yield _row(f"cxr/{row['image']}", row["patient_id"], row["text"], row["split"], labels)
+            yield _row(f"cxr/{row['image']}", row["patient_id"], row["split"], labels) | {"impression": row["text"]}
 
 
 def _nih(real: Path) -> Iterator[Row]:
     for row in _lines(real / "cxr/cxr.jsonl"):
         if row["source"] == "nih-chestxray14":
             labels = {name: int(name in row["labels"]) for name in _NIH}
-            yield _row(f"cxr/{row['image']}", row["patient_id"], "", row["split"], labels)
+            yield _row(f"cxr/{row['image']}", row["patient_id"], row["split"], labels)
 
 
 def _paediatric(real: Path) -> Iterator[Row]:
+    """Yield the images; the cause of a normal image is -1, which evaluations leave out."""
     for row in _lines(real / "cxr_pediatric_pneumonia/items.jsonl"):
         if row["split"] == "test" and row["person_also_in_train"]:
             continue
         person = f"{row['label']}-{row['person']}"  # numbers are those of a class
         kept_out = row["split"] == "train" and crc32(person.encode()) % 10 == 0
-        labels = {"Pneumonia": int(row["label"] != "normal"), "Bacterial": int(row["label"] == "bacteria")}
+        labels = {"Pneumonia": int(row["label"] != "normal")}
+        labels["Bacterial"] = int(row["label"] == "bacteria") if labels["Pneumonia"] else -1
         split = "val" if kept_out else row["split"]
-        yield _row(f"cxr_pediatric_pneumonia/{row['image']}", person, "", split, labels)
+        yield _row(f"cxr_pediatric_pneumonia/{row['image']}", person, split, labels)
+
+
+def _boxes(real: Path) -> Iterator[Row]:
+    """Yield the images with boxes; the boxes of a finding and a source are a phrase."""
+    table = real / "boxes_nih/boxes.jsonl"
+    for row in _lines(table):
+        size, by_finding = (row["width"], row["height"]), dict[str, list[Any]]()
+        for box in (*row.get("rsna_boxes", ()), *row.get("nih_boxes", ())):
+            parsed = read_corners(box["finding"], box["box_xyxy"], size, table)
+            by_finding.setdefault(box["finding"], []).append(parsed)
+        phrases = [{"label": name, "text": name, "boxes": boxes} for name, boxes in by_finding.items()]
+        if phrases:
+            labels = {"Lung Opacity": int("Lung Opacity" in by_finding)}
+            placed = region_fields(size, {"phrases": phrases})
+            yield _row(f"cxr/{row['image']}", row["patient_id"], "test", labels) | placed
+
+
+def _structures(real: Path) -> Iterator[Row]:
+    for row in _lines(real / "seg_covid_cxr100/items.jsonl"):
+        files = {
+            label: real / "seg_covid_cxr100" / row["masks"][name]["mask"]
+            for name, label in _STRUCTURES.items()
+            if name in row["masks"]
+        }
+        yield _row(f"seg_covid_cxr100/{row['image']}", row["patient_id"], row["split"], {}) | _masks(files)
+
+
+def _lungs(real: Path) -> Iterator[Row]:
+    for row in _lines(real / "lung_masks_cohen/items.jsonl"):
+        files = {"lungs": real / "lung_masks_cohen" / row["lung_mask"]}
+        yield _row(f"cxr/{row['image']}", row["patient_id"], row["split"], {}) | _masks(files)
+
+
+def _openi(real: Path) -> Iterator[Row]:
+    """Yield the reports that people labelled, as documents of a task of `medvl eval text`."""
+    with (real / "openi_gold_labels/openi_gold.csv").open(newline="", encoding="utf-8") as file:
+        labels = {row["filename"]: row for row in csv.DictReader(file)}
+    for report in _lines(real / "openi/openi_reports.jsonl.gz"):
+        sentences = [text for name in ("findings", "impression") if (text := report[name])]
+        if report["uid"] in labels and sentences:
+            given = labels[report["uid"]]
+            found = [place for place, name in enumerate(TASKS["openi"].labels) if given[name] == "1"]
+            yield {"id": report["uid"], "sentences": sentences, "labels": found, "split": _PARTS[report["split"]]}
 
 
 TABLES: Mapping[str, Callable[[Path], Iterator[Row]]] = {
@@ -88,13 +155,54 @@ TABLES: Mapping[str, Callable[[Path], Iterator[Row]]] = {
     "radiographs": _radiographs,
     "nih": _nih,
     "paediatric": _paediatric,
+    "boxes": _boxes,
+    "structures": _structures,
+    "lungs": _lungs,
+    "openi": _openi,
 }
 
 
-def _row(image: str, patient: str, text: str, split: str, labels: Mapping[str, int]) -> Row:
-    return {"image": image, "patient": patient, "impression": text, "split": _PARTS[split], **labels}
+def _against_each_other(names: Sequence[str], ending: str = ".") -> Prompts:
+    """Return prompts of classes of which an image has one."""
+    texts = {name: f"{name.lower()}{ending}" for name in names}
+    return {name: (text, [other for other in texts.values() if other != text]) for name, text in texts.items()}
+
+
+_PROMPTS: Mapping[str, Prompts] = {
+    "medpix": {**_against_each_other(_REGIONS), **_against_each_other(("CT", "MR"))},
+    "radiographs": _against_each_other(_CAUSES, " pneumonia."),
+    "nih": {
+        **{name: (f"{name.lower()}.", [f"no {name.lower()}."]) for name in _NIH[:-1]},
+        "No Finding": ("normal chest.", ["abnormal chest."]),
+    },
+    "paediatric": {
+        "Pneumonia": ("pneumonia.", ["no pneumonia."]),
+        "Bacterial": ("bacterial pneumonia.", ["viral pneumonia."]),
+    },
+}
+
+
+def _row(image: str, patient: str, split: str, labels: Mapping[str, int]) -> Row:
+    return {"image": image, "patient": patient, "split": _PARTS[split], **labels}
+
+
+def _masks(files: Mapping[str, Path]) -> dict[str, object]:
+    """Return the fields of masks, one or more, in files of the size of their image."""
+    planes = {label: cv2.imread(str(path), cv2.IMREAD_GRAYSCALE) for label, path in files.items()}
+    entries = []
+    for label, plane_HW in planes.items():
+        if plane_HW is None:
+            raise FileNotFoundError(None, None, str(files[label]))
+        entries.append({"label": label, "runs": encode_runs(plane_HW > 0)})
+    height, width = next(plane_HW.shape for plane_HW in planes.values() if plane_HW is not None)
+    return region_fields((width, height), {"masks": entries})
+
+
+def _write_lines(path: Path, rows: Iterable[Row]) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return write_atomic(path, "".join(json.dumps(row) + "\n" for row in rows))
 
 
 def _lines(path: Path) -> Iterator[dict[str, Any]]:
-    with path.open(encoding="utf-8") as file:
-        yield from map(json.loads, file)
+    with path.open("rb") as file:
+        yield from map(json.loads, gzip.GzipFile(fileobj=file) if path.suffix == ".gz" else file)

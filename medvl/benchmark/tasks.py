@@ -1,6 +1,7 @@
 """Tasks of a benchmark: evaluations of a checkpoint, the systems and corpora that they fit, and their columns."""
 
 import dataclasses
+import itertools
 import os
 import shlex
 import subprocess
@@ -36,6 +37,7 @@ from medvl.eval import (
     reranked_retrieval,
     zero_shot,
 )
+from medvl.eval.vqa.evaluate import GAIN, QUESTION_ONLY, subgroup_of
 from medvl.models import KAD, CARZero, DualEncoder, FusionModel, MedKLIP, RadZero, System, load, system
 from medvl.schema import Inputs
 from medvl.train.recipe_files import find_recipe
@@ -45,6 +47,9 @@ _ON_STATEMENTS = (RadZero, CARZero, MedKLIP, KAD)
 """Systems that compare statements, or ask about them: their zero-shot prompts are `statements`, without a negative."""
 _ASKING = (MedKLIP, KAD)
 """Systems whose patches and texts have no common space: their maps are the decoder's attention."""
+
+
+_ALONE = subgroup_of(QUESTION_ONLY)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -265,6 +270,8 @@ TASKS: Mapping[str, Task] = {
         evaluate=_questions,
         columns=_fixed(
             Column(title="questions", metric="accuracy", targets=("overall",)),
+            Column(title="question alone", metric="accuracy", targets=("overall",), subgroup=_ALONE),
+            Column(title="gain over question alone", metric=GAIN, targets=("overall",)),
             Column(title="closed", metric="accuracy", targets=("closed",)),
             Column(title="open", metric="accuracy", targets=("open",)),
         ),
@@ -305,6 +312,7 @@ def columns_of(config: BenchmarkConfig) -> dict[str, tuple[Column, ...]]:
     """Return task -> columns, of the tasks of a benchmark."""
     columns = {name: task.columns(config) for name, task in TASKS.items()}
     columns |= {command.name: command.columns for command in config.commands}
+    columns |= {name: (*columns[name], *further) for name, further in config.columns.items()}
     return {name: found for name, found in columns.items() if "all" in config.tasks or name in config.tasks}
 
 
@@ -323,8 +331,14 @@ def run_command(trained: Trained, name: str, out: Path) -> None:
     except (KeyError, IndexError) as error:
         message = f"corpus {run.corpus.name} has no {error} for the task {name}"
         raise EvaluationError(message, "unsupported", field=name) from None
-    command, environment = [sys.executable, "-m", "medvl", *arguments], os.environ | {ERROR_CODES: "1"}
-    ended = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    environment = os.environ | {ERROR_CODES: "1"}
+    for is_end, part in itertools.groupby(arguments, lambda argument: argument == "&&"):
+        if is_end:
+            continue
+        command = [sys.executable, "-m", "medvl", *part]
+        ended = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+        if ended.returncode:
+            break
     if ended.returncode or not (out / "results.json").is_file():
         last = (ended.stderr.strip().splitlines() or [f"status {ended.returncode}"])[-1]
         text, _, code = last.removeprefix("medvl: ").removesuffix("]").rpartition(" [")

@@ -1,35 +1,97 @@
-"""Tables of the small real collections: no patient in two splits, no missing environment."""
+"""Tables of the small real collections: no patient in two splits, boxes and masks as in their files."""
 
-import csv
+import json
 from collections import defaultdict
 from pathlib import Path
+from typing import Any
 
+import cv2
+import numpy as np
 import pytest
 from helpers.errors import raises
 
 from medvl.benchmark.real_tables import TABLES, write_table
+from medvl.data.annotations.mask_rle import decode_runs
+from medvl.data.annotations.phrases import phrases_of
+from medvl.data.text_tasks.read import read_text_task
+from medvl.data.text_tasks.tasks import TASKS
 from medvl.errors import ConfigError
+from medvl.schema import Sample
+
+
+def written(path: Path, lines: list[dict[str, Any]]) -> None:
+    """Write JSON lines."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def rows_of(path: Path) -> list[dict[str, Any]]:
+    """Return JSON lines."""
+    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def test_a_missing_folder_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MEDVL_REAL_DATA", str(tmp_path))
-    with raises(ConfigError, "not_found", "MEDVL_REAL_DATA", names=str(tmp_path / "medpix")):
-        write_table("medpix", tmp_path)
+    for name, folder in (("medpix", "medpix"), ("lungs", "lung_masks_cohen"), ("openi", "openi_gold_labels")):
+        with raises(ConfigError, "not_found", "MEDVL_REAL_DATA", names=str(tmp_path / folder)):
+            write_table(name, tmp_path)
+
+
+def test_boxes_of_a_finding_are_a_phrase_of_a_test_image(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MEDVL_REAL_DATA", str(tmp_path))
+    image = {"image": "images/a.jpg", "split": "train", "patient_id": "p", "width": 384, "height": 300}
+    opacities = [{"finding": "Lung Opacity", "box_xyxy": box} for box in ([10, 20, 30.5, 60], [200, 20, 300, 60])]
+    nodule = [{"finding": "Nodule", "box_xyxy": [5, 5, 9, 9]}]
+    lines = [image | {"rsna_boxes": opacities, "nih_boxes": nodule}, image | {"rsna_boxes": []}]
+    written(tmp_path / "boxes_nih/boxes.jsonl", lines)
+    [path] = write_table("boxes", tmp_path / "out")
+    [row] = rows_of(path)
+    assert (row["image"], row["split"], row["Lung Opacity"]) == ("cxr/images/a.jpg", "test", 1)
+    extra = {name: row[name] for name in ("phrases", "image_width", "image_height")}
+    opacity, other = phrases_of(Sample(key="k", corpus="c", split="test", patient="p", study="s", extra=extra))
+    assert (opacity.text, other.text) == ("Lung Opacity", "Nodule")
+    assert opacity.boxes[0] == {"label": "Lung Opacity", "x": 10, "y": 20, "width": 20.5, "height": 40}
+    assert len(opacity.boxes) == 2
+
+
+def test_masks_are_those_of_the_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MEDVL_REAL_DATA", str(tmp_path))
+    mask_HW = np.zeros((6, 8), np.uint8)
+    mask_HW[1:3, 2:7] = 255
+    line = {"image": "images/a.jpg", "split": "val", "patient_id": "p", "lung_mask": "masks/a.png"}
+    written(tmp_path / "lung_masks_cohen/items.jsonl", [line])
+    (tmp_path / "lung_masks_cohen/masks").mkdir()
+    with raises(ConfigError, "not_found", "MEDVL_REAL_DATA", names="a.png"):
+        write_table("lungs", tmp_path / "out")
+    cv2.imwrite(str(tmp_path / "lung_masks_cohen/masks/a.png"), mask_HW)
+    [row] = rows_of(write_table("lungs", tmp_path / "out")[0])
+    assert (row["split"], row["image_width"], row["image_height"]) == ("validate", 8, 6)
+    [entry] = row["masks"]
+    assert entry["label"] == "lungs"
+    assert np.array_equal(decode_runs(entry["runs"], 6, 8), mask_HW > 0)
 
 
 @pytest.mark.real
-@pytest.mark.parametrize("name", TABLES)
+@pytest.mark.parametrize("name", [name for name in TABLES if name != "openi"])
 def test_no_patient_is_in_two_splits(
     name: str, real_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MEDVL_REAL_DATA", str(real_data))
-    table, prompts = write_table(name, tmp_path)
     splits: dict[str, set[str]] = defaultdict(set)
-    with table.open(newline="", encoding="utf-8") as file:
-        rows = list(csv.DictReader(file))
-    for row in rows:
+    for row in rows_of(write_table(name, tmp_path)[0]):
         splits[row["patient"]].add(row["split"])
         assert (real_data / row["image"]).is_file()
     assert {len(found) for found in splits.values()} == {1}
-    assert {split for found in splits.values() for split in found} == {"train", "validate", "test"}
-    assert prompts.is_file()
+    parts = {"test"} if name == "boxes" else {"train", "validate", "test"}
+    assert {split for found in splits.values() for split in found} == parts
+
+
+@pytest.mark.real
+def test_reports_with_labels_of_people_are_a_text_task(
+    real_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MEDVL_REAL_DATA", str(real_data))
+    write_table("openi", tmp_path)
+    splits = read_text_task(tmp_path / "text", TASKS["openi"])
+    assert {split: len(rows) > 300 for split, rows in splits.items()} == {"train": True, "dev": True, "test": True}
+    assert sum("normal" in row.label for row in splits["test"] if isinstance(row.label, tuple)) > 100

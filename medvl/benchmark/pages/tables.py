@@ -65,6 +65,8 @@ def ranks_of(found: Measurements, rows: Sequence[SystemRow]) -> dict[str, dict[s
     """Return column -> system -> rank, of the trained systems of a group."""
     ranks = {}
     for title, column in found.columns.items():
+        if column.is_baseline:
+            continue
         measured = {row.name: row.metrics[title] for row in rows if row.weights == "trained" and title in row.metrics}
         if len(measured) > 1:
             ranks[title] = rank_systems(measured, higher_is_better=column.higher_is_better)

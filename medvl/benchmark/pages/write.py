@@ -1,10 +1,10 @@
-"""The site of a benchmark: index, ranks, cost, curves, systems, failures; every table as CSV, Markdown, LaTeX."""
+"""The site of a benchmark: index, gains, ranks, cost, curves, systems, failures; tables as CSV, Markdown, LaTeX."""
 
 import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 
-from medvl.benchmark.pages import curves, tables
+from medvl.benchmark.pages import curves, gains, tables
 from medvl.benchmark.pages.rows import Failure, Measurements, measure_systems
 from medvl.benchmark.plan import Plan
 from medvl.benchmark.store import Store
@@ -14,6 +14,7 @@ from medvl.models import system
 
 _FILES = {
     "Benchmark": "index.html",
+    "Gains": "gains.html",
     "Ranks": "ranks.html",
     "Cost": "cost.html",
     "Learning curves": "curves.html",
@@ -52,13 +53,16 @@ def write_site(plan: Plan, store: Store) -> Site:
     failures = [tables.failures_table(found)] if found.failures else []
     sections: dict[str, list[Section]] = {
         "Benchmark": [*main, *failures],
+        "Gains": [*gains.gain_tables(found)],
         "Ranks": _ranks(found),
         "Cost": _cost(found),
         "Learning curves": _curves(found, store),
         "Systems": [_systems(found, store)],
         "Failures": [tables.failures_table(found), tables.refusals_table(found)],
     }
-    written = [_write(title, parts, found, store) for title, parts in sections.items()]
+    shown = {title: parts for title, parts in sections.items() if parts}
+    files = [(title, _FILES[title]) for title in shown]
+    written = [_write(title, parts, found, store, files) for title, parts in shown.items()]
     return Site(pages=tuple(written), tables=(*main, *failures), failures=found.failures)
 
 
@@ -114,7 +118,9 @@ def _nothing(title: str, reason: str) -> Table:
     return Table(title=title, columns=["", ""], rows=[], caption=reason)
 
 
-def _write(title: str, sections: Sequence[Section], found: Measurements, store: Store) -> Path:
+def _write(
+    title: str, sections: Sequence[Section], found: Measurements, store: Store, files: Sequence[tuple[str, str]]
+) -> Path:
     config = found.plan.config
     states = [store.state(run) for run in found.plan.runs]
     counts = ", ".join(f"{states.count(state)} {state}" for state in ("finished", "failed", "to do"))
@@ -135,6 +141,6 @@ def _write(title: str, sections: Sequence[Section], found: Measurements, store: 
         ],
         sections=list(sections),
         limits=_LIMITS,
-        pages=tuple(_FILES.items()),
+        pages=tuple(files),
     )
     return write_page(page, store.out / _FILES[title])

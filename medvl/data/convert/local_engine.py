@@ -38,9 +38,9 @@ class LocalEngine:
     def _run_in_pool(self, tasks: Iterable[ShardTask]) -> Progress:
         # Spawn, not fork: codecs and progress bars start threads, and forking a threaded process may deadlock.
         context = multiprocessing.get_context("spawn")
-        counter, stop = context.Value("q", 0), context.Event()
+        counter, stop, started = context.Value("q", 0), context.Event(), context.Event()
         pool = ProcessPoolExecutor(
-            self.workers, mp_context=context, initializer=_start_worker, initargs=(counter, stop)
+            self.workers, mp_context=context, initializer=_start_worker, initargs=(counter, stop, started)
         )
         try:
             running = set[Future[ShardNote]]()
@@ -52,8 +52,12 @@ class LocalEngine:
             while running:
                 yield from _collect(running, counter)
         except BrokenProcessPool:
-            advice = "run the same command again with fewer --workers"
-            raise ShardError(f"a worker process died, probably for lack of memory; {advice}", "worker") from None
+            message = (
+                "a worker process died, probably for lack of memory; run the same command again with fewer --workers"
+            )
+            if not started.is_set():  # each imports the script again, which must not convert while it is imported
+                message = 'no worker process started; call medvl below `if __name__ == "__main__":` in your script'
+            raise ShardError(message, "worker") from None
         finally:
             stop.set()  # after Ctrl-C or an error, workers leave their shard at the next image
             pool.shutdown(wait=True, cancel_futures=True)
@@ -72,9 +76,10 @@ _counter: "Synchronized[int] | None" = None
 _stop: "Event | None" = None
 
 
-def _start_worker(counter: "Synchronized[int]", stop: "Event") -> None:
+def _start_worker(counter: "Synchronized[int]", stop: "Event", started: "Event") -> None:
     global _counter, _stop
     _counter, _stop = counter, stop
+    started.set()
     cv2.setNumThreads(0)  # one process per core already
     limit_memory(WORKER_BYTES)
 

@@ -1,7 +1,7 @@
 """The data sets of `medvl eval text`: kind of task, labels, metric and sizes.
 
-The thirteen of BLURB (Gu et al. 2021, Tables 2 and 3), MedNLI and RadNLI (inference between two sentences) and clinical
-semantic similarity (MedSTS and its successors).
+The thirteen of BLURB (Gu et al. 2021, Tables 2 and 3), MedNLI and RadNLI (inference between two sentences), clinical
+semantic similarity (MedSTS and its successors), and the findings of Open-i's reports by people (NegBio's labels).
 """
 
 import dataclasses
@@ -83,6 +83,10 @@ _HALLMARKS = (
     "sustaining proliferative signaling",
     "tumor promoting inflammation",
 )
+_FINDINGS = (
+    *("Atelectasis", "Cardiomegaly", "Effusion", "Infiltration", "Mass", "Nodule", "Pneumonia", "Pneumothorax"),
+    *("Consolidation", "Edema", "Emphysema", "Fibrosis", "Pleural_Thickening", "Hernia", "normal"),
+)
 _INFERENCE = ("contradiction", "entailment", "neutral")
 
 
@@ -141,6 +145,7 @@ TASKS: Mapping[str, TextTask] = {
         TextTask(name="mednli", kind="answers", labels=_INFERENCE, max_tokens=128),
         TextTask(name="radnli", kind="answers", labels=_INFERENCE, max_tokens=128, evaluation_only="mednli"),
         TextTask(name="medsts", kind="similarity", max_tokens=128),
+        TextTask(name="openi", kind="documents", labels=_FINDINGS, max_tokens=256),
     )
 }
 """Name -> task."""

@@ -254,7 +254,7 @@ def test_full_disk_keeps_finished_shards(tmp_path: Path, deid: Deidentifier, mon
 @pytest.mark.fault("F6")
 def test_dead_worker_raises(tmp_path: Path, deid: Deidentifier, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(local_engine, "_start_worker", os._exit)
-    with raises(ShardError, "worker"):
+    with raises(ShardError, "worker", names="no worker process started"):
         write_shards(make_plan(tmp_path / "images"), deid, ShardRun(out=tmp_path / "out", workers=2), OPTIONS)
 
 

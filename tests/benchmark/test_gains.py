@@ -1,0 +1,112 @@
+"""Paired differences from the start weights and between starts, columns of baselines, tasks of several commands."""
+
+import dataclasses
+import math
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from helpers.errors import raises
+
+from medvl.benchmark import BenchmarkConfig, Column, CorpusConfig, Plan, StartConfig, plan_runs, read_benchmark, tasks
+from medvl.benchmark.pages.gains import gain_tables
+from medvl.benchmark.pages.rows import Measurements, SystemRow
+from medvl.benchmark.pages.tables import ranks_of
+from medvl.benchmark.ranks import Measured
+from medvl.benchmark.resamples import Resampled
+from medvl.errors import ConfigError, EvaluationError
+from medvl.eval.html.tables import Cell
+
+RNG = np.random.default_rng(0)
+SHARED = RNG.normal(0, 0.1, 500)
+COLUMNS = {
+    "probe": Column(title="probe", metric="auroc", targets=("macro",)),
+    "alone": Column(title="alone", metric="accuracy", targets=("overall",), subgroup="baseline: question_only"),
+}
+
+
+def row(name: str, start: str, weights: Any, value: float, noise: np.ndarray | None = None) -> SystemRow:
+    """A row whose probe has resampled values, unless there is no noise."""
+    resampled = None if noise is None else Resampled("items", value + SHARED + noise)
+    probe = Measured(values=(value,), errors=(0.1,), resampled=(resampled,))
+    alone = Measured(values=(0.6,), errors=(0.1,), resampled=(None,))
+    sets: dict[str, Any] = {"refused": {}, "failed": frozenset(), "waiting": frozenset()}
+    return SystemRow(
+        name=name,
+        family="dual",
+        corpus="ours",
+        start=start,
+        share=1.0,
+        weights=weights,
+        runs=(),
+        metrics={"probe": probe, "alone": alone},
+        costs=(),
+        evaluation_seconds=0.0,
+        **sets,
+    )
+
+
+def measurements(*rows: SystemRow) -> Measurements:
+    starts = tuple(StartConfig(name=name) for name in dict.fromkeys(row.start for row in rows))
+    config = BenchmarkConfig(name="b", corpora=(CorpusConfig(name="ours"),), starts=starts)
+    plan = Plan(config=config, runs=(), left_out={})
+    names = dict.fromkeys(COLUMNS, "probe")
+    return Measurements(plan=plan, rows=rows, columns=COLUMNS, tasks=names, failures=())
+
+
+def test_gains_are_paired_differences_from_the_start_weights_and_between_starts() -> None:
+    own = RNG.normal(0, 0.01, 500)
+    found = measurements(
+        row("a", "random", "trained", 0.8, own),
+        row("a", "random", "start", 0.6, 0 * own),
+        row("a", "imagenet", "trained", 0.9),
+        row("a", "imagenet", "start", 0.95),
+    )
+    within, other, between = gain_tables(found)
+    assert [table.columns for table in (within, other, between)] == [["system", "probe"]] * 3  # without the baseline
+    [[name, cell]] = within.rows
+    assert isinstance(cell, Cell)
+    assert (name, cell.text) == ("a", "+0.200")
+    assert cell.interval == pytest.approx((0.2 - 1.96 * own.std(ddof=1), 0.2, 0.2 + 1.96 * own.std(ddof=1)))
+    [[_, cell]] = other.rows  # not paired: the errors add in squares
+    assert isinstance(cell, Cell)
+    assert cell.text == "-0.050"
+    assert cell.interval == pytest.approx((-0.05 - 1.96 * math.hypot(0.1, 0.1), -0.05, 0.2272), abs=1e-4)
+    assert between.title == "What the start imagenet adds to random: ours"
+    assert gain_tables(measurements(row("a", "random", "trained", 0.8))) == []
+
+
+def test_baselines_are_not_ranked() -> None:
+    found = measurements(row("a", "random", "trained", 0.8), row("b", "random", "trained", 0.7))
+    assert set(ranks_of(found, found.rows)) == {"probe"}
+
+
+def test_a_task_of_two_commands_ends_with_the_first_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MEDVL_REAL_DATA", str(tmp_path))
+    config = read_benchmark("real-small", {"systems": ["convirt"]})
+    plan = plan_runs(config, tmp_path)
+    [run] = [run for run in plan.runs if (run.corpus.name, run.start) == ("radiographs", "random")]
+    given = {"zero-shot", "retrieval", "probe", "grounding", *(command.name for command in config.commands)}
+    assert set(run.tasks) == given
+    trained = tasks.Trained(run=run, checkpoint=tmp_path / "best", folder=tmp_path, others={})
+    commands, status = [], 0
+
+    def called(command: list[str], **options: Any) -> subprocess.CompletedProcess[str]:
+        commands.append(command[3:])
+        if "segmentation" in command:
+            (tmp_path / "results.json").touch()
+        return subprocess.CompletedProcess(command, status, "", "medvl: no GPU [missing]")
+
+    monkeypatch.setattr(tasks.subprocess, "run", called)
+    tasks.run_command(trained, "lungs", tmp_path)
+    assert [command[:2] for command in commands] == [["train", "dense_transfer"], ["eval", "segmentation"]]
+    assert commands[0][commands[0].index("--train.run-dir") + 1] == str(tmp_path / "run")
+    commands, status = [], 1
+    with raises(EvaluationError, "missing", "lungs"):
+        tasks.run_command(trained, "lungs", tmp_path)
+    assert len(commands) == 1
+    further = {"prob": COLUMNS["probe"]}
+    with raises(ConfigError, "unknown_name", "columns"):
+        plan_runs(dataclasses.replace(config, columns={name: (column,) for name, column in further.items()}), tmp_path)
