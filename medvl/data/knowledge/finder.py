@@ -88,7 +88,7 @@ class EntityFinder:
         return mentions
 
     def _longest_names(self, words: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
-        """Return of each word the length in words of the longest name that starts there, or 0, and its entity."""
+        """Return for each word the length in words of the longest name that starts there, or 0, and its entity."""
         length_W, entity_W = np.zeros(len(words), np.int64), np.zeros(len(words), np.int64)
         windows = _windows(words, self.longest)
         place_Q = np.searchsorted(self.hash_N, np.concatenate(windows)).clip(max=len(self) - 1)

@@ -2,7 +2,7 @@
 
 The settings are those of ARL, which trains with OpenKE: L1 distance between unit vectors, margin loss, 25 negatives for
 each triple with one of its entities replaced (the head or the tail as often as in Wang et al., AAAI 2014, "Bernoulli"),
-never by a known triple; plain gradient descent with a rate of 1 and 100 batches an epoch.
+never by a known triple; plain gradient descent with a rate of 1 and 100 batches per epoch.
 
 Letters: N triples, M negatives of a triple, E entities, R relations, D dimension.
 """

@@ -3,7 +3,7 @@
 A file enters under its sha256, after its bytes were compared with it, by one rename. The least recently used files make
 room for new ones; those used within the last minute stay, so that a data set larger than the cache does not replace the
 same files over and over. Locks are record locks of the operating system, so those of a killed process are gone, and
-what it had begun is removed by the next one.
+its partial files are removed by the next one.
 
     MEDVL_CACHE        folder; default ~/.cache/medvl/shards
     MEDVL_CACHE_SIZE   limit, such as 200GB; 0 for no cache; default 100 GB, at most half of the free space
@@ -131,7 +131,7 @@ class Cache:
         """Return the content of a small file, fetched if the cache does not have it. Raises StorageError `mismatch`."""
         found = self.find(sha256)
         if found is not None:
-            with contextlib.suppress(FileNotFoundError):  # removed meanwhile
+            with contextlib.suppress(FileNotFoundError):  # removed by another process
                 return found.read_bytes()
         data = fetch()
         if hashlib.sha256(data).hexdigest() != sha256:

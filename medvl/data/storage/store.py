@@ -1,9 +1,9 @@
 """Requests to object stores and web servers through fsspec, repeated where that helps.
 
-A request that fails for reasons of the network (broken and refused connections, silence, short answers, status 408,
-425, 429 and 5xx) is repeated with pauses of half a second, one, two, ... up to `MAX_PAUSE`. What repeating cannot mend
-raises at once: missing files, refused access, expired credentials. No exception of a library leaves this module: those
-quote addresses that servers redirect to, with signatures in them.
+A request that fails for reasons of the network (broken and refused connections, timeouts, incomplete responses, status
+408, 425, 429 and 5xx) is repeated with pauses of half a second, one, two, ... up to `MAX_PAUSE`. Errors that repeating
+cannot resolve raise at once: missing files, refused access, expired credentials. No exception of a library leaves this
+module: those quote addresses that servers redirect to, with signatures in them.
 """
 
 import errno
@@ -55,15 +55,15 @@ _ADVICE = {
     "denied": "the store refuses access: check that the credentials in the environment have not expired, may read this "
     "address, and that this machine's clock is right; then run the same command again",
     "refused": "the store refuses the request: check the address, the region and the credentials",
-    "network": "the store does not answer, or breaks off: check the network and the address, and run the same command "
-    "again",
+    "network": "the store does not answer, or closes connections: check the network and the address, and run the same "
+    "command again",
 }
 
 
 def read(url: str, offset: int | None = None, size: int | None = None) -> bytes:
     """Return a file, or `size` bytes from `offset`.
 
-    Raises FileNotFoundError; StorageError `truncated` where the answer stays shorter than it should be, `denied`,
+    Raises FileNotFoundError; StorageError `truncated` where responses remain incomplete, `denied`,
     `network`.
     """
     if offset is None or size is None:
@@ -102,7 +102,7 @@ def size(url: str) -> int:
     if found.get("type") == "directory":
         raise FileNotFoundError(errno.ENOENT, "is a folder", url)
     if found.get("size") is None:
-        raise StorageError(f"{url}: the server does not say how large the file is; use another server", "unsupported")
+        raise StorageError(f"{url}: the server does not report the size of the file; use another server", "unsupported")
     return int(found["size"])
 
 
@@ -254,7 +254,7 @@ def _repeat(url: str, request: Callable[[Any, str], T]) -> T:
 
 
 def _kind_of(error: Exception) -> Kind:
-    """Return why a request failed. Raises the error itself if it is none of the network's."""
+    """Return why a request failed. Raises the error itself if it is not a network error."""
     cause: Any = error.__cause__
     hides_cause = isinstance(error, FileNotFoundError) and isinstance(cause, Exception)
     if hides_cause and type(cause).__module__.startswith(("aiohttp", "asyncio", "builtins")):

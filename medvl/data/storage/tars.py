@@ -46,7 +46,7 @@ class Tars(Protocol):
         """Place of each tar, local or remote."""
 
     def read(self, number: int, offset: int, size: int, span: tuple[int, int] | None = None) -> bytes:
-        """Return bytes of a tar. `span`: offset and size of a part that is likely to be read next, them included."""
+        """Return bytes of a tar. `span`: offset and size of a part that is likely to be read next, including them."""
 
 
 class RemoteTar(NamedTuple):

@@ -19,13 +19,13 @@ from medvl.errors import ConfigError, MedvlError, ShardError
 _MAX_TARS = 1_000_000
 _MAX_MEMBER_BYTES, _MAX_EXTENDED_BYTES = 256 * 2**20, 2**20
 _BLOCK, _PLAIN, _EXTENDED = 512, b"\x000157", b"xgLK"
-"""Types of members: files, links, folders; extended headers. Links and folders have no content and are passed over."""
+"""Types of members: files, links, folders; extended headers. Links and folders have no content and are skipped."""
 _RANGE = re.compile(r"\{([0-9]+)\.\.([0-9]+)\}")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class TarFields:
-    """What the members of a sample are called."""
+    """Names of the members of a sample."""
 
     image: str = "jpg;jpeg;png"
     """Suffixes of the image, in order of preference."""
@@ -134,7 +134,7 @@ class _CheckedStream:
         self._ended = False
 
     def require_end(self) -> None:
-        """Raise ShardError unless the end of the archive was read: tarfile takes a tar cut after a member for whole."""
+        """Raise ShardError unless the end of the archive was read: tarfile accepts a tar that ends after any member."""
         if not self._ended:
             raise self._refused("it ends early; copy it again", "truncated")
 

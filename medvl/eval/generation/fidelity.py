@@ -137,8 +137,8 @@ def diversity_rows(images: ImageSet, resampling: Resampling) -> tuple[MetricRow,
     """Return MS-SSIM and feature distance of pairs of images with one text, and of pairs with different texts.
 
     Pairs of generated images differ in the seed, those of real images in the patient. A high MS-SSIM, or a small
-    distance, within a prompt is little diversity; the real images of equal text are the measure. Empty where no text
-    has two images.
+    distance, within a prompt means little diversity; real images with equal texts are the reference. Empty where no
+    text has two images.
     """
     texts = [prompt.lower() for prompt in images.prompts]
     generated = all("seed" in sample.extra for sample in images.judged.samples)

@@ -81,7 +81,7 @@ def shuffled_findings(
 ) -> tuple[MetricRow, ...]:
     """Return `prompted_findings` of images against other images' prompts: the mean over 200 permutations of them.
 
-    The interval holds 95 % of the permutations: what images that have nothing to do with their prompts would get.
+    The interval holds 95 % of the permutations: the values of images that are unrelated to their prompts.
     """
     labels_NL, logits_NL = stated_labels(images, classifier.names, policy), classifier.logits(images.judged.x_ND)
     means, keys = means_over(classifier.names, labels_NL), [sample.extra["prompt_key"] for sample in _samples(images)]

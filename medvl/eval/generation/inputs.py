@@ -1,4 +1,4 @@
-"""What an evaluation of generated images reads: folders of them, and real shards.
+"""Inputs of an evaluation of generated images: folders of them, and real shards.
 
 Shape letters: N images, D feature dim.
 """

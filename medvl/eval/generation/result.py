@@ -105,7 +105,7 @@ class GenerationResult:
         return (
             f"Distances are of {dim} features of {config['features']} (sha256 {str(inputs['features'])[:12]}).\n"
             f"Frechet distance of real test images from other real ones at {halves.target}: {format_value(halves)}.\n"
-            "It is biased upwards, the more so the fewer the images: compare at equal numbers, on the page."
+            "It is biased upwards, more for fewer images: compare at equal numbers, on the page."
         )
 
     def predictions(self) -> Iterator[Mapping[str, Any]]:

@@ -54,9 +54,9 @@ def summary_table(result: GenerationResult) -> Table:
         title="Summary",
         columns=["", *names],
         rows=lines,
-        caption=f"Means{five} with 95% intervals. Real images are those of the same prompts: what the classifier can "
-        "see. Shuffled prompts are other images' prompts: 0.5 by chance. Of real test images, 1% are too near to a "
-        "training image by definition; a higher share of generated images means copies.",
+        caption=f"Means{five} with 95% intervals. Real images are those of the same prompts: the limit of the "
+        "classifier. Shuffled prompts are those of other images: 0.5 by chance. Of real test images, 1% are too near "
+        "to a training image by definition; a higher share of generated images means copies.",
     )
 
 
@@ -119,8 +119,8 @@ def distance_table(result: GenerationResult) -> Table:
         columns=["", *(_METRICS[metric] for metric in metrics)],
         rows=lines,
         strong_rows=len(names),
-        caption=f"Features: {result.results.config['features']}. The Frechet distance is biased upwards, the more so "
-        f"the fewer the images: compare lines of equal counts. At {target} of each set, the last of the first lines is "
+        caption=f"Features: {result.results.config['features']}. The Frechet distance is biased upwards, more for "
+        f"fewer images: compare lines of equal counts. At {target} of each set, the last of the first lines is "
         "what images of other real patients get. The kernel distance is unbiased and may be below 0.",
     )
 

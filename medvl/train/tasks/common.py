@@ -27,7 +27,7 @@ class LoaderConfig:
     valid: Path | None
     """Folder of shards for validation, of other patients, or its address; None disables validation."""
     workers: int = 8
-    """Prefetching processes per rank. They affect nothing but the speed."""
+    """Prefetching processes per rank. They affect the speed only."""
     valid_batch: int = 128
     """Samples of a validation batch; for contrastive losses also the pool of negatives."""
     max_skipped: float = 0.001

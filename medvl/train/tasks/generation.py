@@ -49,7 +49,7 @@ class GenerationDataConfig(LoaderConfig):
     """Samples with shorter texts are left out."""
     cache: Path | None = None
     """Folder for latents and states of frozen text encoders, computed once before the first step and read again by
-    later runs with the same parts and data. They need 2 bytes a value. None encodes each batch anew."""
+    later runs with the same parts and data. They need 2 bytes per value. None encodes each batch again."""
 
     def inputs(self) -> Iterator[tuple[str, Path, str]]:
         """Yield (field, folder, file that it must contain) of the folders that the run reads."""

@@ -32,7 +32,7 @@ class DataConfig(LoaderConfig):
     """Folder of shards, or its address: s3://, gs://, az://, hf:// or https://. Or webdataset tars without a manifest,
     as a path or address with braces that ends in .tar (`medvl.data.loading.webdataset_loader`)."""
     samples: int | None = None
-    """Samples that make an epoch of webdataset tars, usually all of them; shards know theirs."""
+    """Samples that make an epoch of webdataset tars, usually all of them; not needed for shards."""
     fields: TarFields = dataclasses.field(default_factory=TarFields)
     """Suffixes of image and text in webdataset tars."""
     extra_train: tuple[Path, ...] = ()
@@ -98,7 +98,7 @@ def open_data(data: DataConfig, model: Any, micro_batch: int) -> DataLoaders:
 
 
 def _open_tars(data: DataConfig, model: Any, micro_batch: int, options: dict[str, Any]) -> DataLoaders:
-    """Open loaders where the training data are webdataset tars. Checkpoints do not know their patients."""
+    """Open loaders where the training data are webdataset tars. Checkpoints then have no record of the patients."""
     from medvl.data.loading.webdataset_loader import open_webdataset_loader
     from medvl.data.shards.source import ShardSource
 

@@ -18,7 +18,7 @@ class TextDataConfig(LoaderConfig):
     tokenizer: Path | None = None
     """Folder of a tokenizer, as written by `medvl vocab`; None uses the text encoder's own from the hub."""
     sections: tuple[str, ...] = ()
-    """Sections that form a text, a line each; empty takes all. For shards of images with reports."""
+    """Sections that form a text, one line each; empty takes all. For shards of images with reports."""
     extra_train: tuple[Path, ...] = ()
     """Further folders of shards, shuffled together with `train`."""
     weights: tuple[float, ...] = ()
