@@ -129,17 +129,26 @@ def _label(row: MetricRow) -> str:
 
 
 def _sections(comparison: Comparison, prefix: str) -> Iterator[Section]:
-    """Yield the plots, then a table for each metric: means and classes, and subgroups."""
+    """Yield the plots, then a table for each metric: means and classes, subgroups, and baselines and variants."""
     rows = _rows(comparison)
     whole, parts = [row for row in rows if not row.subgroup], [row for row in rows if row.subgroup]
     yield from _difference_plots(comparison, whole, parts, prefix)
     if comparison.curves:
         yield _roc_curves(comparison, prefix)
     for metric in dict.fromkeys(row.metric for row in rows):
-        for chosen, title in ((whole, ""), (parts, " in subgroups")):
+        for chosen, title in (
+            (whole, ""),
+            ([row for row in parts if _of_items(row)], " in subgroups"),
+            ([row for row in parts if not _of_items(row)], ", baselines and variants"),
+        ):
             of_metric = [row for row in chosen if row.metric == metric]
             if of_metric:
                 yield _table(comparison, of_metric, f"{prefix}{_metric(metric)}{title}", "")
+
+
+def _of_items(row: MetricRow) -> bool:
+    """Return whether a row is of some of the items, such as "sex: F", and not of a baseline or of other inputs."""
+    return ": " in row.subgroup and not row.subgroup.startswith("baseline: ")
 
 
 def _summary(comparison: Comparison) -> Table:
@@ -190,7 +199,7 @@ def _difference_plots(
     metric, target = (whole[0].metric, whole[0].target) if whole else ("", "")
     for title, rows in (
         ("by class", [row for row in whole if row.metric == metric]),
-        ("by subgroup", [row for row in parts if (row.metric, row.target) == (metric, target)]),
+        ("by subgroup", [row for row in parts if (row.metric, row.target) == (metric, target) and _of_items(row)]),
     ):
         known = [row for row in rows if any(row.name in of_run for of_run in comparison.differences)]
         if known:

@@ -268,7 +268,8 @@ def test_every_task_has_the_page_and_the_table_of_subgroups(tmp_path: Path) -> N
     comparison = compared(vqa, tmp_path)
     page = read(write_comparison([comparison], tmp_path / "page")[1])
     contents = [attributes["href"] for tag, attributes in page.tags if tag == "a"]
-    assert {"#differences-by-subgroup", "#accuracy-in-subgroups"} <= set(contents)
+    own = {"#differences-by-subgroup", "#accuracy-in-subgroups", "#accuracy-baselines-and-variants"}
+    assert own <= set(contents)
     lines = [line for line in format_comparison(comparison).splitlines() if line.startswith("accuracy/open (sex: F)")]
     assert any("-0.500" in line for line in lines)
     ((_, runs),) = find_runs([tmp_path / "second"]).items()
