@@ -97,6 +97,24 @@ TABLES = (
             "Dice, images with a mask": ("dice_masked", "overall"),
         },
     ),
+    Table(
+        name="generation",
+        corner="256 impressions of test patients",
+        columns={"latent diffusion": "generation"},
+        rows={
+            "prompted findings, AUROC, mean of the five": (*_MEAN, "guidance 5"),
+            **{f"prompted findings, AUROC, {finding}": ("auroc", finding, "guidance 5") for finding in FINDINGS},
+            "the same at guidance 3, mean of the five": (*_MEAN, "guidance 3"),
+            "the same at guidance 1, mean of the five": (*_MEAN, "guidance 1"),
+            "real images of the prompts, mean of the five": (*_MEAN, "real"),
+            "real images after the autoencoder, mean of the five": (*_MEAN, "reconstructed"),
+            "shuffled prompts, mean of the five": (*_MEAN, "shuffled prompts"),
+            "asserted against negated findings, AUROC": ("negation_auroc", "macro_competition", "guidance 5"),
+            "left against right, AUROC": ("side_auroc", "macro", "guidance 5"),
+            "share too near to a training image, pixels": ("too_near", "pixels", "guidance 5"),
+            "share too near to a training image, features": ("too_near", "features", "guidance 5"),
+        },
+    ),
 )
 
 

@@ -65,10 +65,11 @@ class ImageOptions:
     validation patients."""
     train: tuple[Path, ...]
     """folders of shards with all training images of the generator; the classifier is trained on them too"""
-    valid: Path
-    """folder of shards of other patients, on which the classifier's penalty is chosen"""
     test: Path
-    """folder of shards of further patients, with the real images of the prompts"""
+    """folder of shards of other patients, with the real images of the prompts"""
+    valid: Path | None = None
+    """folder of shards of further patients, on which the classifier's penalty is chosen; by default, it is chosen on a
+    tenth of the training patients, which the classifier is then not trained on"""
     reconstructed: Path | None = None
     """folder of the real images of the prompts after the generator's autoencoder (medvl generate --reconstruct)"""
     synthetic_train: Path | None = None

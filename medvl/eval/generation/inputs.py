@@ -19,7 +19,7 @@ from medvl.data.convert.generated import generated_sample
 from medvl.data.images.generated import GeneratedImages
 from medvl.data.loading.concat import ConcatSource
 from medvl.data.loading.sources import FileSource
-from medvl.data.loading.subset import Subset
+from medvl.data.loading.subset import Subset, label_fraction
 from medvl.data.shards.format import Manifest
 from medvl.data.shards.source import ShardSource
 from medvl.data.shards.verify import check_against
@@ -152,7 +152,7 @@ class RealData:
     def open(
         cls,
         train: Sequence[Path],
-        valid: Path,
+        valid: Path | None,
         test: Path,
         *,
         folders: Sequence[GeneratedImages],
@@ -163,7 +163,8 @@ class RealData:
         """Open the shards.
 
         Args:
-            train, valid, test: folders of shards of different patients.
+            train, valid, test: folders of shards of different patients. Without `valid`, the images of a tenth of the
+                training patients take its place in `valid` and are left out of `train`, but not of `all_train`.
             folders: the generated images, the main ones first: their size, and their generators, which must have been
                 trained on other patients than those of the test.
             fit: how the generator's training images were made square; default that of the generator, or crop.
@@ -176,18 +177,21 @@ class RealData:
         generation = folders[0].generation
         chosen_fit: Fit = fit or generation.config.get("fit", "crop")
         framed = functools.partial(FramedSource, size=generation.image_size, fit=chosen_fit)
-        tested, validated = open_source(test, checkpoints), open_source(valid)
-        sources = [open_source(folder) for folder in train]
+        tested, sources = open_source(test, checkpoints), [open_source(folder) for folder in train]
         all_train = sources[0] if len(sources) == 1 else ConcatSource(sources)
-        for part in (all_train.manifest, validated.manifest):
-            check_against(part, tested.manifest)
-        check_against(all_train.manifest, validated.manifest)
+        check_against(all_train.manifest, tested.manifest)
+        if valid is None:
+            trained, validated = _hold_out(all_train)
+        else:
+            trained, validated = all_train, open_source(valid)
+            check_against(validated.manifest, tested.manifest)
+            check_against(all_train.manifest, validated.manifest)
         for images in folders:
             for content in images.train_manifests():
                 for manifest in Manifest.parse(content, str(images.folder)).lineage():
                     if manifest.salt == tested.manifest.salt:
                         check_against(manifest, tested.manifest)
-        chosen = [framed(_of_views(source, views)) for source in (all_train, validated, tested)]
+        chosen = [framed(_of_views(source, views)) for source in (trained, validated, tested)]
         return cls(
             train=chosen[0],
             valid=chosen[1],
@@ -198,7 +202,14 @@ class RealData:
         )
 
 
-def _of_views(source: ShardSource | ConcatSource, views: Sequence[str]) -> ShardSource | ConcatSource | Subset:
+def _hold_out(source: ShardSource | ConcatSource) -> tuple[Any, Any]:
+    """Return the images of nine tenths of the patients, and those of the others."""
+    patients = [source.sample(position).patient for position in range(len(source))]
+    held_out = label_fraction(patients, 0.1, seed=0)
+    return Subset(source, np.setdiff1d(np.arange(len(source)), held_out)), Subset(source, held_out)
+
+
+def _of_views(source: ShardSource | ConcatSource | Subset, views: Sequence[str]) -> ShardSource | ConcatSource | Subset:
     if not views:
         return source
     positions = [place for place in range(len(source)) if source.sample(place).view in views]

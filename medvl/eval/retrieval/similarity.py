@@ -13,11 +13,12 @@ from medvl.errors import EvaluationError
 from medvl.eval.core.embeddings import concatenate, encode_batch
 from medvl.eval.core.full_pass import FullPass, Values
 from medvl.eval.core.interfaces import Model, SupportsSimilarity
+from medvl.models.dual_encoders.bases.base import DualEncoder
 from medvl.schema import Batch, Embeddings
 
 _FIELDS = tuple(field.name for field in dataclasses.fields(Embeddings))
 _CHUNK = 256  # images and texts compared at a time; bounds the memory of models with a local similarity
-_PAIRS = 32  # pairs compared at a time, by the diagonal of all their combinations
+_PAIRS = 32  # pairs compared at a time; many systems compare all their combinations
 _CACHED_ELEMENTS = 64_000_000
 """Up to this size (256 MB) similarity_NM is computed once and cached; larger ones are recomputed in each pass."""
 
@@ -86,13 +87,13 @@ class Similarity:
 
 
 def paired_similarity(
-    model: SupportsSimilarity, images: Embeddings, texts: Embeddings, image_Q: Tensor, text_Q: Tensor
+    model: DualEncoder, images: Embeddings, texts: Embeddings, image_Q: Tensor, text_Q: Tensor
 ) -> Tensor:
     """Return the similarity (Q,) of pairs of indices, float32 on the CPU."""
     device, parts = texts.global_NE.device, []
     for image_B, text_B in zip(image_Q.split(_PAIRS), text_Q.split(_PAIRS), strict=True):
         rows, columns = _to(take(images, image_B), device), take(texts, text_B.to(device))
-        parts.append(model.similarity(rows, columns).float().diagonal().cpu())
+        parts.append(model.pair_similarity(rows, columns).float().cpu())
     similarity_Q = torch.cat(parts)
     if not similarity_Q.isfinite().all():
         raise EvaluationError("the model's similarities are not finite: check its weights", "nonfinite")

@@ -195,6 +195,17 @@ def test_a_generator_that_has_seen_test_patients_is_refused(home, tmp_path):
         )
 
 
+def test_without_validation_shards_a_tenth_of_the_training_patients_is_held_out(home):
+    shards = home / "real" / "shards"
+    good = GeneratedImages.open(home / "good")
+    real = RealData.open([shards / "train"], None, shards / "validate", folders=[good])
+    train, valid = ({part.sample(place).patient for place in range(len(part))} for part in (real.train, real.valid))
+    assert not train & valid
+    assert len(valid) == round(0.1 * len(train | valid))
+    assert len(real.train) + len(real.valid) == len(real.all_train)
+    assert real.train.fingerprint != real.all_train.fingerprint
+
+
 def test_settings_out_of_range():
     for field in ("k", "draws", "subsets"):
         with raises(EvaluationError, "out_of_range", field):

@@ -164,6 +164,8 @@ def test_texts_ask_all_aspects_of_the_entity_that_they_name_or_of_themselves() -
     logits_BL2 = model.presence(states_BLD)
     torch.testing.assert_close(scores_NM[:, :3], (logits_BL2[..., 1] - logits_BL2[..., 0])[:, [0, 0, 2]])
     torch.testing.assert_close(model.similarity(images, model.embed_texts(asked[4:])), scores_NM[:, 4:])
+    pairs_N = model.pair_similarity(images, model.embed_texts(asked[1:5]))
+    torch.testing.assert_close(pairs_N, scores_NM[:, 1:5].diagonal())
     torch.testing.assert_close(attention_BLP.sum(dim=2), torch.ones(4, 3))
     (map_HW,) = model.attention_maps(batch.image_BCHW[:1], ["There is a wire."], [(70, 64)])
     assert map_HW.shape == (70, 64)

@@ -106,6 +106,8 @@ def test_named_entities_ask_the_book_and_others_do_not_change_each_other() -> No
     logits_NQ2 = model.presence(model.ask(images.local_NPE)[0])
     torch.testing.assert_close(scores_NM[:, :3], logits_NQ2[..., 1] - logits_NQ2[..., 0])
     torch.testing.assert_close(model.similarity(images, model.embed_texts(asked[4:])), scores_NM[:, 4:])
+    pairs_N = model.pair_similarity(images, model.embed_texts(asked[1:5]))
+    torch.testing.assert_close(pairs_N, scores_NM[:, 1:5].diagonal())
     maps = model.attention_maps(batch.image_BCHW[:2], ["Edema", "There is a wire."], [(64, 64), (70, 64)])
     assert [tuple(map_HW.shape) for map_HW in maps] == [(64, 64), (70, 64)]
 

@@ -120,6 +120,10 @@ class DualEncoder(TwoTowers):
         image_embeddings, text_embeddings = self.embedded(images, texts)
         return image_embeddings.global_NE @ text_embeddings.global_NE.T
 
+    def pair_similarity(self, images: Embeddings, texts: Embeddings) -> Tensor:
+        """Return (N,): the similarity of each image with the text of the same index."""
+        return self.similarity(images, texts).diagonal()
+
     def embedded(self, images: Embeddings | Tensor, texts: Embeddings | Sequence[str]) -> tuple[Embeddings, Embeddings]:
         """Return both arguments of `similarity` as embeddings."""
         return (

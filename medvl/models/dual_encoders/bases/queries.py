@@ -139,16 +139,16 @@ class QueryEncoder(TextMaps):
         """Return texts as `similarity` takes them. Raises ConfigError without a tokenizer."""
         return Embeddings(self.unnormalized_text(texts))
 
-    def ask(self, grid_BPD: Tensor, more_MD: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def ask(self, grid_BPD: Tensor, more_BMD: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Return the states of all entities (B, Q, A x D), aspect after aspect, and their mean attention (B, Q, P).
 
-        The entities are those of the book, then those of `more_MD`, from `unnormalized_text`.
+        The entities are those of the book, then those of `more_BMD` (B or 1, M, A x D), from `unnormalized_text`.
         """
-        vectors_QD = self.queries()
-        if more_MD is not None:
-            vectors_QD = torch.cat([vectors_QD, more_MD.reshape(-1, vectors_QD.shape[1])])
-        query_QD = self.text_head(vectors_QD)
-        states_BQD, attention_BQP = self.decoder.with_attention(query_QD.expand(len(grid_BPD), -1, -1), grid_BPD)
+        parts = [self.queries()[None]]
+        if more_BMD is not None:
+            parts.append(more_BMD.unflatten(2, (self.aspects, -1)).flatten(1, 2))
+        query_BQD = torch.cat([self.text_head(part).expand(len(grid_BPD), -1, -1) for part in parts], dim=1)
+        states_BQD, attention_BQP = self.decoder.with_attention(query_BQD, grid_BPD)
         by_entity = (-1, self.aspects)
         return states_BQD.unflatten(1, by_entity).flatten(2), attention_BQP.unflatten(1, by_entity).mean(dim=2)
 
@@ -163,22 +163,37 @@ class QueryEncoder(TextMaps):
         grid_NPD = self._grid_of(image)
         known_NQ = self._odds(self.ask(grid_NPD)[0])
         columns = []
-        for number, row in enumerate(self._rows(text.global_NE)):
-            more_1D = text.global_NE[number : number + 1]
-            columns.append(known_NQ[:, row] if row >= 0 else self._odds(self.ask(grid_NPD, more_1D)[0])[:, -1])
+        for number, row in enumerate(self._rows(text.global_NE).tolist()):
+            more_11D = text.global_NE[None, number : number + 1]
+            columns.append(known_NQ[:, row] if row >= 0 else self._odds(self.ask(grid_NPD, more_11D)[0])[:, -1])
         return torch.stack(columns, dim=1) if columns else known_NQ[:, :0]
+
+    def pair_similarity(self, images: Embeddings, texts: Embeddings) -> Tensor:
+        """See the base class: one pass of the decoder, where `similarity` needs one for each text."""
+        odds_N, _ = self._ask_pairs(self._grid_of(images), texts.global_NE)
+        return odds_N
 
     def cell_maps(self, image_BCHW: Tensor, texts: Sequence[str]) -> Tensor:
         """See the base class: the attention of each text's queries, the mean of heads and layers (MedKLIP)."""
-        grid_BPD, vectors_BD = self._grid_of(self.embed_images(image_BCHW)), self.embed_texts(texts).global_NE
-        attention_BQP, rows = self.ask(grid_BPD)[1], self._rows(vectors_BD)
-        maps = [
-            attention_BQP[number, row]
-            if row >= 0
-            else self.ask(grid_BPD[number : number + 1], vectors_BD[number : number + 1])[1][0, -1]
-            for number, row in enumerate(rows)
-        ]
-        return torch.stack(maps)
+        _, attention_BP = self._ask_pairs(
+            self._grid_of(self.embed_images(image_BCHW)), self.embed_texts(texts).global_NE
+        )
+        return attention_BP
+
+    def _ask_pairs(self, grid_NPD: Tensor, vectors_ND: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the log-odds (N,) and the attention (N, P) of each image's own text."""
+        row_N = self._rows(vectors_ND)
+        odds_N, attention_NP = grid_NPD.new_zeros(len(row_N), dtype=torch.float32), torch.zeros_like(grid_NPD[..., 0])
+        for chosen_N in (row_N >= 0, row_N < 0):
+            if chosen_N.any():
+                known = bool(row_N[chosen_N][0] >= 0)
+                states_BQD, attention_BQP = self.ask(grid_NPD[chosen_N], None if known else vectors_ND[chosen_N, None])
+                pair = torch.arange(len(states_BQD)), row_N[chosen_N]  # -1: the last one, the text beside the book
+                odds_N[chosen_N], attention_NP[chosen_N] = (
+                    self._odds(states_BQD)[pair],
+                    attention_BQP[pair].to(attention_NP),
+                )
+        return odds_N, attention_NP
 
     def forward(self, batch: Batch) -> Losses:
         """Return the losses of a batch. Samples without an image are left out; means are over all ranks."""
@@ -211,12 +226,12 @@ class QueryEncoder(TextMaps):
         logits_BQ2 = self.presence(states_BQD).float()
         return logits_BQ2[..., 1] - logits_BQ2[..., 0]
 
-    def _rows(self, vectors_MD: Tensor) -> list[int]:
-        """Return the row of the book that has each vector, -1 for none."""
+    def _rows(self, vectors_MD: Tensor) -> Tensor:
+        """Return (M,): the row of the book that has each vector, -1 for none."""
         book_QD = self.queries().float().unflatten(0, (-1, self.aspects)).flatten(1)
         nearest, rows_M = torch.cdist(vectors_MD.float(), book_QD).min(dim=1)
         known_M = nearest <= 1e-3 * book_QD.norm(dim=1).mean()
-        return torch.where(known_M, rows_M, -1).tolist()
+        return torch.where(known_M, rows_M, -1)
 
     @staticmethod
     def _grid_of(images: Embeddings) -> Tensor:
