@@ -14,6 +14,7 @@ from medvl.data import Deidentifier, default_salt_file, questions_of, read_pixel
 from medvl.errors import MedvlError
 from medvl.eval import (
     PROTOCOLS,
+    PageHeader,
     VQAData,
     evaluate_answers,
     published_protocols_table,
@@ -72,7 +73,8 @@ def report(data: VQAData, options: argparse.Namespace, pixels: Pixels | None = N
     if options.out is not None:
         paths = write_results(result.results, options.out, result.predictions())
         name = "" if predictions is None else str(options.predictions)
-        paths.append(write_vqa_page(result, options.out / "index.html", model=name, pixels=pixels))
+        header = PageHeader(model=name, data=data.name)
+        paths.append(write_vqa_page(result, options.out / "index.html", header, pixels=pixels))
         texts.append("\n".join(map(str, paths)))
     return "\n\n".join(texts)
 

@@ -24,6 +24,7 @@ from medvl.data.corpora.labels import chexpert
 from medvl.errors import MedvlError, SplitError
 from medvl.eval import (
     LabelPolicy,
+    PageHeader,
     list_prompts,
     load_ensemble,
     load_prompts,
@@ -117,9 +118,11 @@ def run(options: argparse.Namespace) -> None:
     page = write_zero_shot_page(
         result,
         out / "index.html",
-        model=f"{models[0].name} ({', '.join(path.name for path in options.checkpoint)})",
-        data=f"CheXpert, {options.split}" + (", frontal views" if options.frontal_only else ""),
-        date=datetime.date.today().isoformat(),
+        PageHeader(
+            model=f"{models[0].name} ({', '.join(path.name for path in options.checkpoint)})",
+            data=f"CheXpert, {options.split}" + (", frontal views" if options.frontal_only else ""),
+            date=datetime.date.today().isoformat(),
+        ),
         pixels=source.pixels,
     )
     print(result.table())

@@ -131,15 +131,10 @@ def _page(result: "VQAResult", answers: _Answers, shards: "ShardSource", split: 
     from medvl.eval.vqa.page import write_vqa_page
 
     positions = {entry.question.id: entry.image for entry in questions_in_split(shards, split)}
-    write = functools.partial(
+    return functools.partial(
         write_vqa_page,
         result,
         pixels=lambda name: shards.pixels(positions[name], color=True),
         explain=answers.explain,
         examples=examples,
     )
-
-    def write_page(path: Path, *, model: str, data: str, date: str) -> Path:  # the result names its data itself
-        return write(path, model=model, date=date)
-
-    return write_page

@@ -7,6 +7,7 @@ import numpy as np
 
 from medvl.eval.change.evaluate import ChangeResult
 from medvl.eval.change.prompts import CHANGES
+from medvl.eval.core.publish import PageHeader
 from medvl.eval.html.header import header_facts, headline
 from medvl.eval.html.page import Page, Picture, Pictures, Pixels, Section, Strip, thumbnail_uri, write_page
 from medvl.eval.html.tables import Cell, Table, metric_cell
@@ -20,10 +21,8 @@ _LIMITS = (
 def write_change_page(
     result: ChangeResult,
     path: str | Path,
+    header: PageHeader,
     *,
-    model: str,
-    data: str,
-    date: str | None = None,
     pixels: Pixels | None = None,
     prior_pixels: Pixels | None = None,
     examples: int = 4,
@@ -33,8 +32,7 @@ def write_change_page(
     Args:
         result: result of `change_classification`.
         path: path of the file; its folder is created if missing.
-        model, data: display names for the header.
-        date: display date; None for none.
+        header: display names of model and data, and the date.
         pixels, prior_pixels: functions from the position of an image to its pixels and to those of its prior image;
             None for no images.
         examples: pairs of each kind, correct and wrong.
@@ -46,13 +44,14 @@ def write_change_page(
     if pixels is not None and prior_pixels is not None:
         sections.append(_gallery(result, pixels, prior_pixels, examples))
     page = Page(
-        title=f"Change between images: {model}",
-        subtitle=f"{data}: {results.details['images']:,} images with {int((result.truth_NL >= 0).sum()):,} labels",
+        title=f"Change between images: {header.model}",
+        subtitle=f"{header.data}: {results.details['images']:,} images with "
+        f"{int((result.truth_NL >= 0).sum()):,} labels",
         headlines=[
             headline("macro accuracy (chance 0.333)", results.row("macro_accuracy", "macro")),
             headline("accuracy", results.row("accuracy", "macro")),
         ],
-        facts=header_facts(results, model=model, data=data, date=date, units="patients", extra=extra),
+        facts=header_facts(results, header, units="patients", extra=extra),
         sections=sections,
         limits=_LIMITS,
         findings=result.findings,

@@ -11,6 +11,7 @@ from medvl.eval.classification.scored_images import ClassificationResult
 from medvl.eval.core.curves import RocCurve, calibration_bins, roc_curve
 from medvl.eval.core.metric_rows import MetricRow
 from medvl.eval.core.metrics import CALIBRATION_METRICS, DECISION_METRICS, ECE_BINS
+from medvl.eval.core.publish import PageHeader
 from medvl.eval.core.results import format_value
 from medvl.eval.html import page as html, plots, tables
 from medvl.eval.html.header import header_facts, headline
@@ -55,19 +56,17 @@ def sections(result: ClassificationResult, pixels: html.Pixels | None, examples:
 def write_classification_page(
     result: ClassificationResult,
     path: str | Path,
+    header: PageHeader,
     *,
-    model: str,
-    data: str,
-    date: str | None = None,
     pixels: html.Pixels | None = None,
     examples: int = 3,
 ) -> Path:
     """Write the page of a classifier as one HTML file and return its path; arguments as in `write_zero_shot_page`."""
     page = html.Page(
-        title=f"Classification: {model}",
-        subtitle=subtitle(result, data),
+        title=f"Classification: {header.model}",
+        subtitle=subtitle(result, header.data),
         headlines=headlines(result),
-        facts=facts(result, model=model, data=data, date=date),
+        facts=facts(result, header),
         sections=sections(result, pixels, examples),
         limits=LIMITS,
         findings=result.images.names,
@@ -95,7 +94,7 @@ def headlines(result: ClassificationResult) -> list[tuple[str, str, str]]:
 
 
 def facts(
-    result: ClassificationResult, *, model: str, data: str, date: str | None, extra: Sequence[tuple[str, str]] = ()
+    result: ClassificationResult, header: PageHeader, extra: Sequence[tuple[str, str]] = ()
 ) -> list[tuple[str, str]]:
     """Return the facts of `extra` and those common to all classifiers, for `Page.facts`."""
     config, details = result.results.config, result.results.details
@@ -115,9 +114,7 @@ def facts(
     ]
     if details["no_finding_contradictions"]:
         shown.append(("Labels", f"{details['no_finding_contradictions']} images have both No Finding and a finding"))
-    return header_facts(
-        result.results, model=model, data=data, date=date, units=f"{config['bootstrap_unit']}s", extra=shown
-    )
+    return header_facts(result.results, header, units=f"{config['bootstrap_unit']}s", extra=shown)
 
 
 def _rows(result: ClassificationResult) -> dict[tuple[str, str, str], MetricRow]:

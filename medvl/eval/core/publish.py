@@ -1,20 +1,30 @@
 """Output files of an evaluation: results.json, predictions.jsonl and an HTML page in one folder."""
 
+import dataclasses
 import datetime
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from medvl.data.shards.format import Manifest
 from medvl.eval.core.results import Results, write_results
 from medvl.models.locate import find_checkpoint, on_hub
 
 
-class WritePage(Protocol):
-    """A writer of the HTML page, with the result and its own options already bound."""
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class PageHeader:
+    """Names of what a page shows the evaluation of."""
 
-    def __call__(self, path: Path, *, model: str, data: str, date: str) -> Path:
-        """Write the page and return its path."""
+    model: str
+    """Display name, shown with the hash of the checkpoint."""
+    data: str
+    """Display name, shown with the hash of the manifest."""
+    date: str | None = None
+    """Display date; None for none."""
+
+
+WritePage = Callable[[Path, PageHeader], Path]
+"""A writer of the HTML page that returns its path, with the result and its own options already bound."""
 
 
 def default_folder(checkpoint: Path, task: str) -> Path:
@@ -44,6 +54,6 @@ def publish(
     paths = write_results(results, folder, predictions)
     if write_page is not None:
         named = data if isinstance(data, str) else f"{data.corpus}, split {data.split}"
-        today = datetime.date.today().isoformat()
-        paths.append(write_page(folder / "index.html", model=model, data=named, date=today))
+        header = PageHeader(model=model, data=named, date=datetime.date.today().isoformat())
+        paths.append(write_page(folder / "index.html", header))
     return paths

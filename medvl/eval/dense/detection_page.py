@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from medvl.data.annotations.phrases import published_size
+from medvl.eval.core.publish import PageHeader
 from medvl.eval.dense.detection import DetectedImage, DetectionResult
 from medvl.eval.dense.page import PREDICTION_COLOR, SIDE, TRUTH_COLOR, dense_facts, resize_to_picture, write_dense_page
 from medvl.eval.html.page import Picture, Pictures, Pixels, Strip, thumbnail_uri
@@ -24,14 +25,7 @@ _NAMES = {
 
 
 def write_detection_page(
-    result: DetectionResult,
-    path: str | Path,
-    *,
-    model: str,
-    data: str,
-    date: str | None = None,
-    pixels: Pixels | None = None,
-    examples: int = 6,
+    result: DetectionResult, path: str | Path, header: PageHeader, *, pixels: Pixels | None = None, examples: int = 6
 ) -> Path:
     """Write the page as one HTML file and return its path; arguments as in `write_zero_shot_page`.
 
@@ -43,15 +37,13 @@ def write_detection_page(
         result.results,
         result.labels,
         path,
-        title=f"Detection: {model}",
-        subtitle=f"{data}: {sum(details['boxes'].values()):,} boxes in {details['images']:,} images",
+        title=f"Detection: {header.model}",
+        subtitle=f"{header.data}: {sum(details['boxes'].values()):,} boxes in {details['images']:,} images",
         names=_NAMES,
         headlines=("ap_rsna", "ap_coco", "challenge_score"),
         facts=dense_facts(
             result.results,
-            model,
-            data,
-            date,
+            header,
             [
                 ("Score threshold", thresholds or "none: no validation images"),
                 ("Average precision", _convention(result.results.config["convention"])),

@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from medvl.eval.core.publish import PageHeader
 from medvl.eval.core.results import Results
 from medvl.eval.dense.annotated_images import headline_target
 from medvl.eval.html.header import header_facts, headline
@@ -70,13 +71,11 @@ def _table(results: Results, labels: Sequence[str], names: Mapping[str, str], ca
     return Table(title="Summary by label", columns=["", *names.values()], rows=lines, caption=caption)
 
 
-def dense_facts(
-    results: Results, model: str, data: str, date: str | None, extra: Sequence[tuple[str, str]]
-) -> list[tuple[str, str]]:
+def dense_facts(results: Results, header: PageHeader, extra: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
     """Return the header's facts: `extra`, and how many images were left out."""
     not_annotated, unreadable = results.details["not_annotated"], sum(results.details["unreadable"].values())
     left_out = ("Left out", f"{not_annotated:,} images without annotation, {unreadable} unreadable")
-    return header_facts(results, model=model, data=data, date=date, units="patients", extra=[*extra, left_out])
+    return header_facts(results, header, units="patients", extra=[*extra, left_out])
 
 
 def resize_to_picture(pixels: NDArray[np.uint8]) -> NDArray[np.uint8]:

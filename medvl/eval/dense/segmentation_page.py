@@ -7,6 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from medvl.data.loading.dense_targets import mask_at
+from medvl.eval.core.publish import PageHeader
 from medvl.eval.dense.annotated_images import headline_target
 from medvl.eval.dense.page import PREDICTION_COLOR, SIDE, TRUTH_COLOR, dense_facts, resize_to_picture, write_dense_page
 from medvl.eval.dense.segmentation import SegmentationResult, SegmentedImage
@@ -30,13 +31,7 @@ _EMPTY = {
 
 
 def write_segmentation_page(
-    result: SegmentationResult,
-    path: str | Path,
-    *,
-    model: str,
-    data: str,
-    date: str | None = None,
-    pixels: Pixels | None = None,
+    result: SegmentationResult, path: str | Path, header: PageHeader, *, pixels: Pixels | None = None
 ) -> Path:
     """Write the page as one HTML file and return its path; arguments as in `write_zero_shot_page`.
 
@@ -57,11 +52,11 @@ def write_segmentation_page(
         result.results,
         result.labels,
         path,
-        title=f"Segmentation: {model}",
-        subtitle=f"{data}: {sum(details['images_with_mask'].values()):,} masks in {details['images']:,} images",
+        title=f"Segmentation: {header.model}",
+        subtitle=f"{header.data}: {sum(details['images_with_mask'].values()):,} masks in {details['images']:,} images",
         names=_NAMES,
         headlines=("dice", "dice_masked", "left_empty"),
-        facts=dense_facts(result.results, model, data, date, facts),
+        facts=dense_facts(result.results, header, facts),
         caption="With 95% intervals. Dice and IoU are over all images that the rule for empty masks includes; also "
         "shown are the Dice of images with a mask alone, the share of the other images whose prediction is empty, and "
         "both metrics over the pixels of all images together.",

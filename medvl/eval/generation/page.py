@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 
 from medvl.eval.core.metric_rows import MetricRow
+from medvl.eval.core.publish import PageHeader
 from medvl.eval.generation.examples import nearest_examples, prompt_examples
 from medvl.eval.generation.fidelity import ALL
 from medvl.eval.generation.inputs import ImageSet
@@ -36,22 +37,13 @@ _LIMITS = (
 )
 
 
-def write_generation_page(
-    result: GenerationResult,
-    path: str | Path,
-    *,
-    model: str,
-    data: str,
-    date: str | None = None,
-    examples: int = 4,
-) -> Path:
+def write_generation_page(result: GenerationResult, path: str | Path, header: PageHeader, *, examples: int = 4) -> Path:
     """Write the page as one HTML file and return its path.
 
     Args:
         result: result of `evaluate_generation`.
         path: path of the file; its folder is created if missing.
-        model, data: display names for the header.
-        date: display date; None for none.
+        header: display names of model and data, and the date.
         examples: examples of each kind.
     """
     details = result.results.details
@@ -64,11 +56,11 @@ def write_generation_page(
     sections += [distance_table(result), memorisation_table(result), nearest_examples(result, examples)]
     sections += [*diversity_tables(result), *alignment_tables(result), *use_tables(result)]
     page = Page(
-        title=f"Generated images: {model}",
-        subtitle=f"{data}: {len(result.main.prompts):,} images of {details['prompts']:,} prompts, "
+        title=f"Generated images: {header.model}",
+        subtitle=f"{header.data}: {len(result.main.prompts):,} images of {details['prompts']:,} prompts, "
         f"{details['training_images']:,} training images searched",
         headlines=_headlines(result),
-        facts=_facts(result, model=model, data=data, date=date),
+        facts=_facts(result, header),
         sections=sections,
         limits=[*_warnings(result), *_LIMITS],
         findings=[name for name in result.classifier.names if result.row("auroc", name) is not None],
@@ -86,7 +78,7 @@ def _headlines(result: GenerationResult) -> list[tuple[str, str, str]]:
     return [headline(title, row) for title, row in shown if row is not None]
 
 
-def _facts(result: GenerationResult, *, model: str, data: str, date: str | None) -> list[tuple[str, str]]:
+def _facts(result: GenerationResult, header: PageHeader) -> list[tuple[str, str]]:
     config, details, inputs = result.results.config, result.results.details, result.results.inputs
     main = details["generation"][result.main.name]
     classifier = details["classifier"]
@@ -98,9 +90,7 @@ def _facts(result: GenerationResult, *, model: str, data: str, date: str | None)
         ("Classifier", f"{config['classifier']}, {classifier['kind']}; mean AUROC on real test images {auroc:.3f}"),
         ("Features", f"{config['features']}, {details['feature_dim']} (sha256 {str(inputs['features'])[:12]})"),
     ]
-    facts = header_facts(
-        result.results, model=model, data=data, date=date, units="patients of the prompts", extra=extra
-    )
+    facts = header_facts(result.results, header, units="patients of the prompts", extra=extra)
     return [fact for fact in facts if fact[0] != "Checkpoint"]
 
 

@@ -7,6 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from medvl.data.transforms.image import Box
+from medvl.eval.core.publish import PageHeader
 from medvl.eval.grounding.evaluate import GroundedPhrase, GroundingResult, stored_boxes
 from medvl.eval.html import page as html, tables
 from medvl.eval.html.header import header_facts, headline
@@ -27,13 +28,7 @@ LIMITS = (
 
 
 def write_grounding_page(
-    result: GroundingResult,
-    path: str | Path,
-    *,
-    model: str,
-    data: str,
-    date: str | None = None,
-    pixels: html.Pixels | None = None,
+    result: GroundingResult, path: str | Path, header: PageHeader, *, pixels: html.Pixels | None = None
 ) -> Path:
     """Write the page as one HTML file and return its path; arguments as in `write_zero_shot_page`.
 
@@ -44,14 +39,14 @@ def write_grounding_page(
     if pixels is not None and result.maps:
         sections.append(_pictures(result, pixels))
     page = html.Page(
-        title=f"Phrase grounding: {model}",
-        subtitle=f"{data}: {details['phrases']:,} phrases about {details['images']:,} images of "
+        title=f"Phrase grounding: {header.model}",
+        subtitle=f"{header.data}: {details['phrases']:,} phrases about {details['images']:,} images of "
         f"{details['patients']:,} patients",
         headlines=[
             headline(_NAMES[metric], results.row(metric, "overall"))
             for metric in ("pointing_game", results.config["contrast"], "miou")
         ],
-        facts=header_facts(results, model=model, data=data, date=date, units="patients", extra=_facts(result)),
+        facts=header_facts(results, header, units="patients", extra=_facts(result)),
         sections=sections,
         limits=LIMITS,
         findings=[target for target in _targets(result) if target not in _TARGETS],

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 from medvl.eval.core.metric_rows import MetricRow
+from medvl.eval.core.publish import PageHeader
 from medvl.eval.core.results import Results, format_value
 
 
@@ -13,27 +14,26 @@ def headline(title: str, row: MetricRow) -> tuple[str, str, str]:
 
 
 def header_facts(
-    results: Results, *, model: str, data: str, date: str | None, units: str, extra: Sequence[tuple[str, str]] = ()
+    results: Results, header: PageHeader, *, units: str, extra: Sequence[tuple[str, str]] = ()
 ) -> list[tuple[str, str]]:
     """Return (name, value) pairs on what was evaluated and how, for `Page.facts`.
 
     Args:
         results: results of the evaluation.
-        model, data: display names, shown with the hashes of checkpoint and manifest.
-        date: display date; None for none.
+        header: names of model and data, and the date.
         units: units that the bootstrap resampled, in the plural: patients, texts, ...
         extra: facts of this kind of evaluation.
     """
     config = results.config
     facts = [
-        ("Checkpoint", hashed(model, results.inputs.get("checkpoint"))),
-        ("Data", hashed(data, results.inputs.get("manifest"))),
+        ("Checkpoint", hashed(header.model, results.inputs.get("checkpoint"))),
+        ("Data", hashed(header.data, results.inputs.get("manifest"))),
         *extra,
         ("Intervals", f"95%, {config['resamples']:,} resamples of {units}, seed {config['seed']}"),
         ("Protocol", f"{results.protocol}, version {results.protocol_version}"),
         ("Software", software(results)),
     ]
-    return dated(date, facts)
+    return dated(header.date, facts)
 
 
 def hashed(name: str, sha256: str | None) -> str:

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import numpy as np
 
+from medvl.eval.core.publish import PageHeader
 from medvl.eval.html.header import header_facts, headline
 from medvl.eval.html.page import Card, Cards, Choice, Deck, Page, Section, write_page
 from medvl.eval.html.tables import Table, metric_cell
@@ -20,21 +21,14 @@ _NAMES = {"overall": "All words", "macro": "Mean of the kinds"}
 
 
 def write_masked_prediction_page(
-    result: MaskedPredictionResult,
-    path: str | Path,
-    *,
-    model: str,
-    data: str,
-    date: str | None = None,
-    examples: int = 6,
+    result: MaskedPredictionResult, path: str | Path, header: PageHeader, *, examples: int = 6
 ) -> Path:
     """Write the page as one HTML file and return its path.
 
     Args:
         result: result of `evaluate_masked_prediction`.
         path: path of the file; its folder is created if missing.
-        model, data: display names for the header.
-        date: display date; None for none.
+        header: display names of model and data, and the date.
         examples: wrong words of each kind; 0 for a page without sentences.
     """
     results, details = result.results, result.results.details
@@ -62,10 +56,10 @@ def write_masked_prediction_page(
     if examples:
         sections.append(_mistakes(result, present, examples))
     page = Page(
-        title=f"Masked prediction: {model}",
-        subtitle=f"{data}: {details['words']:,} hidden words of {details['sentences']:,} distinct sentences",
+        title=f"Masked prediction: {header.model}",
+        subtitle=f"{header.data}: {details['words']:,} hidden words of {details['sentences']:,} distinct sentences",
         headlines=[headline(f"{kind}: right at first", results.row("accuracy@1", kind)) for kind in present],
-        facts=header_facts(results, model=model, data=data, date=date, units="patients"),
+        facts=header_facts(results, header, units="patients"),
         sections=sections,
         limits=_LIMITS,
     )

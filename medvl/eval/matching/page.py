@@ -4,6 +4,7 @@ from pathlib import Path
 
 import numpy as np
 
+from medvl.eval.core.publish import PageHeader
 from medvl.eval.html.header import header_facts, headline
 from medvl.eval.html.page import Card, Cards, Choice, Deck, Page, Picture, Pixels, Section, thumbnail_uri, write_page
 from medvl.eval.html.tables import Table, metric_cell
@@ -21,22 +22,14 @@ _ROWS = {
 
 
 def write_matching_page(
-    result: MatchingResult,
-    path: str | Path,
-    *,
-    model: str,
-    data: str,
-    date: str | None = None,
-    pixels: Pixels | None = None,
-    examples: int = 4,
+    result: MatchingResult, path: str | Path, header: PageHeader, *, pixels: Pixels | None = None, examples: int = 4
 ) -> Path:
     """Write the page as one HTML file and return its path.
 
     Args:
         result: result of `image_text_matching`.
         path: path of the file; its folder is created if missing.
-        model, data: display names for the header.
-        date: display date; None for none.
+        header: display names of model and data, and the date.
         pixels: function from the position of an image to its pixels; None for no images.
         examples: images of each kind of mistake.
     """
@@ -53,11 +46,11 @@ def write_matching_page(
     if pixels is not None:
         sections.append(_mistakes(result, pixels, examples))
     page = Page(
-        title=f"Image-text matching: {model}",
-        subtitle=f"{data}: {results.details['images']:,} images, "
+        title=f"Image-text matching: {header.model}",
+        subtitle=f"{header.data}: {results.details['images']:,} images, "
         f"{results.details['naming_a_side']:,} with a text that names a side",
         headlines=[headline(_ROWS[row.metric].lower(), row) for row in rows],
-        facts=header_facts(results, model=model, data=data, date=date, units="patients"),
+        facts=header_facts(results, header, units="patients"),
         sections=sections,
         limits=_LIMITS,
     )

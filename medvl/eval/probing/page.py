@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 
 from medvl.eval.classification.page import LIMITS, facts, sections, subtitle
+from medvl.eval.core.publish import PageHeader
 from medvl.eval.html.header import headline
 from medvl.eval.html.page import Page, Pixels, write_page
 from medvl.eval.html.tables import Cell, Table, metric_cell
@@ -13,21 +14,14 @@ from medvl.eval.probing.evaluate import ProbeResult, suffix
 
 
 def write_probe_page(
-    result: ProbeResult,
-    path: str | Path,
-    *,
-    model: str,
-    data: str,
-    date: str | None = None,
-    pixels: Pixels | None = None,
-    examples: int = 3,
+    result: ProbeResult, path: str | Path, header: PageHeader, *, pixels: Pixels | None = None, examples: int = 3
 ) -> Path:
     """Write the page as one HTML file and return its path; arguments as in `write_zero_shot_page`."""
     page = Page(
-        title=f"Linear probe: {model}",
-        subtitle=subtitle(result, data),
+        title=f"Linear probe: {header.model}",
+        subtitle=subtitle(result, header.data),
         headlines=[_headline(result, fraction) for fraction in result.fractions],
-        facts=facts(result, model=model, data=data, date=date, extra=_probe_facts(result)),
+        facts=facts(result, header, extra=_probe_facts(result)),
         sections=[_by_fraction(result), *sections(result, pixels, examples)],
         limits=LIMITS,
         findings=result.images.names,

@@ -7,6 +7,7 @@ import numpy as np
 
 from medvl.data.reports.labeler import label_report
 from medvl.eval.core.metric_rows import MetricRow
+from medvl.eval.core.publish import PageHeader
 from medvl.eval.html.header import header_facts, headline
 from medvl.eval.html.page import Card, Cards, Deck, Page, write_page
 from medvl.eval.html.tables import Cell, Table, metric_cell
@@ -38,30 +39,27 @@ _LIMITS = (
 )
 
 
-def write_report_page(
-    result: ReportResult, path: str | Path, *, model: str, data: str, date: str | None = None, examples: int = 4
-) -> Path:
+def write_report_page(result: ReportResult, path: str | Path, header: PageHeader, *, examples: int = 4) -> Path:
     """Write the page as one HTML file and return its path.
 
     Args:
         result: result of `evaluate_reports` or `report_generation`.
         path: path of the file; its folder is created if missing.
-        model, data: display names for the header.
-        date: display date; None for none.
+        header: display names of model and data, and the date.
         examples: reports whose findings agree with those of the reference, and reports whose findings differ.
     """
     results = result.results
     rows = {(row.metric, row.target, row.subgroup): row for row in results.rows}
     floor = rows["corpus_bleu_1", REPORT, ONE_REPORT]
     page = Page(
-        title=f"Report generation: {model}",
-        subtitle=f"{data}: {results.details['reports']:,} reports of {results.details['patients']:,} patients",
+        title=f"Report generation: {header.model}",
+        subtitle=f"{header.data}: {results.details['reports']:,} reports of {results.details['patients']:,} patients",
         headlines=[
             headline("BLEU-1", results.row("corpus_bleu_1", REPORT)),
             headline("BLEU-1 of one report for all", floor),
             headline("F1 of findings, micro", results.row("f1", "micro")),
         ],
-        facts=header_facts(results, model=model, data=data, date=date, units="patients", extra=_facts(result)),
+        facts=header_facts(results, header, units="patients", extra=_facts(result)),
         sections=[_overlap(rows), _findings(rows), _by_finding(rows), _examples(result, examples)],
         limits=_LIMITS,
         findings=FINDINGS,

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 
+from medvl.eval.core.publish import PageHeader
 from medvl.eval.core.results import Results
 from medvl.eval.html.header import hashed, header_facts, headline
 from medvl.eval.html.page import Page, write_page
@@ -15,18 +16,16 @@ _LIMITS = (
 )
 
 
-def write_class_retrieval_page(
-    results: Results, path: str | Path, *, model: str, data: str, date: str | None = None
-) -> Path:
-    """Write the page as one HTML file and return its path; `model` and `data` are names for the header."""
+def write_class_retrieval_page(results: Results, path: str | Path, header: PageHeader) -> Path:
+    """Write the page as one HTML file and return its path; `header` has the display names."""
     directions = list(dict.fromkeys(row.subgroup for row in results.rows))
     list_hash = results.inputs.get("list")
     extra = [("List", hashed(results.config["list"], list_hash))] if list_hash else []
     page = Page(
-        title=f"Retrieval by class: {model}",
-        subtitle=data,
+        title=f"Retrieval by class: {header.model}",
+        subtitle=header.data,
         headlines=[_headline(results, direction) for direction in directions],
-        facts=header_facts(results, model=model, data=data, date=date, units="queries", extra=extra),
+        facts=header_facts(results, header, units="queries", extra=extra),
         sections=[_table(results, direction) for direction in directions],
         limits=_LIMITS,
         findings=list(results.details["chance"]),

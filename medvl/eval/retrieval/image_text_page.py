@@ -7,6 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from medvl.eval.core.metrics import Array
+from medvl.eval.core.publish import PageHeader
 from medvl.eval.html import page as html, plots, tables
 from medvl.eval.html.header import header_facts, headline
 from medvl.eval.retrieval.examples import NearestCandidates, RetrievalExamples
@@ -27,10 +28,8 @@ LIMITS = (
 def write_retrieval_page(
     result: RetrievalResult,
     path: str | Path,
+    header: PageHeader,
     *,
-    model: str,
-    data: str,
-    date: str | None = None,
     pixels: Callable[[str], NDArray[np.uint8]] | None = None,
     labels: Callable[[str], Mapping[str, int]] | None = None,
 ) -> Path:
@@ -49,10 +48,10 @@ def write_retrieval_page(
             sections += [_image_cards(result, result.examples, pixels), _text_strips(result, result.examples, pixels)]
     extra = [("Equal texts", "one text, with several images")]
     page = html.Page(
-        title=f"Image-text retrieval: {model}",
-        subtitle=f"{data}: {details['images']:,} images and {details['texts']:,} distinct texts",
+        title=f"Image-text retrieval: {header.model}",
+        subtitle=f"{header.data}: {details['images']:,} images and {details['texts']:,} distinct texts",
         headlines=[_headline(result, direction) for direction in _DIRECTIONS],
-        facts=header_facts(result.results, model=model, data=data, date=date, units="texts", extra=extra),
+        facts=header_facts(result.results, header, units="texts", extra=extra),
         sections=sections,
         limits=LIMITS,
     )

@@ -8,6 +8,7 @@ from numpy.typing import NDArray
 
 from medvl.eval.classification.page import LIMITS
 from medvl.eval.core.metric_rows import MetricRow
+from medvl.eval.core.publish import PageHeader
 from medvl.eval.html.header import header_facts, headline
 from medvl.eval.html.page import Page, Picture, Pictures, Pixels, Section, Strip, thumbnail_uri, write_page
 from medvl.eval.html.tables import Cell, Table, metric_cell
@@ -25,22 +26,14 @@ _ATTRIBUTES = ("view", "projection", "sex", "age", "site")
 
 
 def write_robustness_page(
-    result: RobustnessResult,
-    path: str | Path,
-    *,
-    model: str,
-    data: str,
-    date: str | None = None,
-    pixels: Pixels | None = None,
-    examples: int = 1,
+    result: RobustnessResult, path: str | Path, header: PageHeader, *, pixels: Pixels | None = None, examples: int = 1
 ) -> Path:
     """Write the page as one HTML file and return its path.
 
     Args:
         result: result of `evaluate_robustness`.
         path: path of the file; its folder is created if missing.
-        model, data: display names for the header.
-        date: display date; None for none.
+        header: display names of model and data, and the date.
         pixels: function from the position of an image to its pixels; None for no images.
         examples: images that are shown under every corruption, evenly spaced in the order of the data.
     """
@@ -55,10 +48,10 @@ def write_robustness_page(
         sections += _pictures(result, pixels, examples)
     left_out = [(f"Without {name}", reason) for name, reason in details["left_out"].items()]
     page = Page(
-        title=f"Robustness: {model}",
-        subtitle=f"{data}: {details['images']:,} images of {details['patients']:,} patients",
+        title=f"Robustness: {header.model}",
+        subtitle=f"{header.data}: {details['images']:,} images of {details['patients']:,} patients",
         headlines=[headline(title, row) for title, row, _ in _summary_rows(rows)][:6],
-        facts=header_facts(result.results, model=model, data=data, date=date, units="patients", extra=left_out),
+        facts=header_facts(result.results, header, units="patients", extra=left_out),
         sections=sections,
         limits=_LIMITS,
     )

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from medvl.data.text_tasks.tasks import TASKS, TextExample
 from medvl.eval.core.metric_rows import MetricRow
+from medvl.eval.core.publish import PageHeader
 from medvl.eval.html.header import header_facts, headline
 from medvl.eval.html.page import Card, Cards, Deck, Page, Section, write_page
 from medvl.eval.html.tables import Cell, Table, metric_cell
@@ -25,16 +26,13 @@ _NAMES = {
 }
 
 
-def write_text_page(
-    result: TextTaskResult, path: str | Path, *, model: str, data: str, date: str | None = None, examples: int = 5
-) -> Path:
+def write_text_page(result: TextTaskResult, path: str | Path, header: PageHeader, *, examples: int = 5) -> Path:
     """Write the page as one HTML file and return its path.
 
     Args:
         result: result of `evaluate_text_tasks`.
         path: path of the file; its folder is created if missing.
-        model, data: display names for the header.
-        date: display date; None for none.
+        header: display names of model and data, and the date.
         examples: mistakes shown for each task; 0 for none, such as for texts that may not be shared.
     """
     results, tasks = result.results, list(result.runs)
@@ -44,10 +42,10 @@ def write_text_page(
     if examples:
         sections.append(_mistakes(result, examples))
     page = Page(
-        title=f"Text tasks: {model}",
-        subtitle=f"{data}: {len(tasks)} tasks, {results.config['seeds']} seeds each",
+        title=f"Text tasks: {header.model}",
+        subtitle=f"{header.data}: {len(tasks)} tasks, {results.config['seeds']} seeds each",
         headlines=headlines,
-        facts=header_facts(results, model=model, data=data, date=date, units="documents"),
+        facts=header_facts(results, header, units="documents"),
         sections=sections,
         limits=_LIMITS,
     )

@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 
 from medvl.eval.core.metric_rows import MetricRow
+from medvl.eval.core.publish import PageHeader
 from medvl.eval.core.results import format_value
 from medvl.eval.html import plots
 from medvl.eval.html.header import dated, hashed, headline, software
@@ -48,9 +49,8 @@ LIMITS = (
 def write_vqa_page(
     result: VQAResult,
     path: str | Path,
+    header: PageHeader,
     *,
-    model: str = "",
-    date: str | None = None,
     pixels: Pixels | None = None,
     explain: Explain | None = None,
     examples: int = 6,
@@ -61,8 +61,7 @@ def write_vqa_page(
     Args:
         result: from `evaluate_answers`.
         path: of the file; its folder is created if necessary.
-        model: name for the header.
-        date: shown unchanged; None for none.
+        header: name of the model, empty for baselines alone, and the date; the result names its data itself.
         pixels: question id -> image; None for a page without images.
         explain: None for a page without next best answers and attention maps.
         examples: number of correct and of wrong answers, for closed and for open questions each.
@@ -73,10 +72,10 @@ def write_vqa_page(
         sections.append(example_cards(result, pixels, explain, choose_examples(result, examples, seed)))
     details = result.results.details
     page = Page(
-        title=f"Visual question answering: {model or 'baselines without images'}",
+        title=f"Visual question answering: {header.model or 'baselines without images'}",
         subtitle=f"{_questions(result)}: {details['questions']:,} questions about {details['images']:,} images",
         headlines=_headlines(result),
-        facts=_facts(result, model, date),
+        facts=_facts(result, header),
         sections=sections,
         limits=LIMITS,
     )
@@ -99,7 +98,7 @@ def _headlines(result: VQAResult) -> list[tuple[str, str, str]]:
     return [headline(title, rows[name]) for title, name in names if name in rows and not np.isnan(rows[name].value)]
 
 
-def _facts(result: VQAResult, model: str, date: str | None) -> list[tuple[str, str]]:
+def _facts(result: VQAResult, header: PageHeader) -> list[tuple[str, str]]:
     config, inputs, details = result.results.config, result.results.inputs, result.results.details
     rules = config["rules"]
     source = next((key for key in ("checkpoint", "predictions") if inputs.get(key)), None)
@@ -109,7 +108,7 @@ def _facts(result: VQAResult, model: str, date: str | None) -> list[tuple[str, s
         vocabulary = hashed(f"{size} of {parts}", inputs.get("vocabulary"))
     not_predicted, phrasing = details["not_predicted"], ", ".join(rules["phrasing"] or ())
     facts = {
-        **({source.capitalize(): hashed(model, inputs[source])} if source else {}),
+        **({source.capitalize(): hashed(header.model, inputs[source])} if source else {}),
         "Protocol": f"{rules['name']}, version {rules['version']}",
         "Not comparable": rules["flaw"],
         "Questions": hashed(_questions(result), inputs.get("questions")),
@@ -122,7 +121,7 @@ def _facts(result: VQAResult, model: str, date: str | None) -> list[tuple[str, s
         "Software": software(result.results),
         "Not answered": f"{not_predicted} questions, which count as wrong" if not_predicted else "",
     }
-    return dated(date, [(name, value) for name, value in facts.items() if value])
+    return dated(header.date, [(name, value) for name, value in facts.items() if value])
 
 
 def _questions(result: VQAResult) -> str:

@@ -3,36 +3,29 @@
 from pathlib import Path
 
 from medvl.eval.classification.page import LIMITS, facts, headlines, sections, subtitle
+from medvl.eval.core.publish import PageHeader
 from medvl.eval.html.header import hashed
 from medvl.eval.html.page import Page, Pixels, write_page
 from medvl.eval.zero_shot_classification.evaluate import ZeroShotResult
 
 
 def write_zero_shot_page(
-    result: ZeroShotResult,
-    path: str | Path,
-    *,
-    model: str,
-    data: str,
-    date: str | None = None,
-    pixels: Pixels | None = None,
-    examples: int = 3,
+    result: ZeroShotResult, path: str | Path, header: PageHeader, *, pixels: Pixels | None = None, examples: int = 3
 ) -> Path:
     """Write the page as one HTML file and return its path.
 
     Args:
         result: result of `zero_shot`.
         path: path of the file; its folder is created if missing.
-        model, data: display names for the header.
-        date: display date; None for none.
+        header: display names of model and data, and the date.
         pixels: function from position to image, such as `loader.source.pixels`; None for no images.
         examples: images of each kind per finding.
     """
     page = Page(
-        title=f"Zero-shot findings: {model}",
-        subtitle=subtitle(result, data),
+        title=f"Zero-shot findings: {header.model}",
+        subtitle=subtitle(result, header.data),
         headlines=headlines(result),
-        facts=facts(result, model=model, data=data, date=date, extra=_prompt_facts(result)),
+        facts=facts(result, header, extra=_prompt_facts(result)),
         sections=sections(result, pixels, examples),
         limits=LIMITS,
         findings=result.images.names,

@@ -21,6 +21,7 @@ from medvl.errors import EvaluationError
 from medvl.eval.change.evaluate import ChangeResult, change_classification
 from medvl.eval.change.page import write_change_page
 from medvl.eval.change.prompts import CHANGES, load_change_prompts
+from medvl.eval.core.publish import PageHeader
 from medvl.schema import Embeddings, Inputs, Sample
 
 LABELS = [  # of images 1, 2, ...; image 0 is the prior image of all
@@ -143,7 +144,11 @@ def test_page_shows_accuracies_confusion_and_pairs(tmp_path: Path) -> None:
     result = evaluate(Comparer(ANSWERS), Inputs(prior_image=True))
     pixels = Pairs().pixels
     page = write_change_page(
-        result, tmp_path / "index.html", model="m", data="d", pixels=pixels, prior_pixels=lambda _: pixels(0)
+        result,
+        tmp_path / "index.html",
+        PageHeader(model="m", data="d"),
+        pixels=pixels,
+        prior_pixels=lambda _: pixels(0),
     )
     text = read(page).text
     assert text.count("prior image") == 7

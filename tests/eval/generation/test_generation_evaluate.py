@@ -26,6 +26,7 @@ from medvl.data.tokenizer.tokenizer import train_wordpiece
 from medvl.data.transforms.image import EvalTransform
 from medvl.errors import ConfigError, EvaluationError, SplitError
 from medvl.eval import MetricRow, read_results
+from medvl.eval.core.publish import PageHeader
 from medvl.eval.generation.evaluate import GenerationModels, GenerationOptions, evaluate_generation
 from medvl.eval.generation.fidelity import FidelityOptions
 from medvl.eval.generation.findings import Resampling
@@ -158,7 +159,7 @@ def test_settings_and_hashes_are_recorded(result):
 
 
 def test_the_page_shows_prompts_images_and_the_sweep(result, tmp_path):
-    path = write_generation_page(result, tmp_path / "index.html", model="drawn", data="test", examples=2)
+    path = write_generation_page(result, tmp_path / "index.html", PageHeader(model="drawn", data="test"), examples=2)
     check_resources(path)
     text = " ".join(read(path).text)
     for words in ("Prompts and images", "Guidance", "Nearest training images", "Memorisation", "Left against right"):
@@ -230,7 +231,7 @@ def test_prompts_without_findings_and_without_real_images(home, tmp_path):
     assert not [row for row in found.results.rows if row.metric.endswith("auroc")]
     assert found.results.details["generator_training_unknown"]
     assert "Frechet distance" in found.table()
-    check_resources(write_generation_page(found, tmp_path / "index.html", model="free", data="test"))
+    check_resources(write_generation_page(found, tmp_path / "index.html", PageHeader(model="free", data="test")))
 
 
 def test_changed_pixels_are_other_features(home):

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from medvl.data.transforms.image import Box, EvalTransform
 from medvl.errors import EvaluationError
 from medvl.eval.core.metric_rows import measure
+from medvl.eval.core.publish import PageHeader
 from medvl.eval.core.results import read_results, write_results
 from medvl.eval.grounding.evaluate import GroundingResult, label_mean_metrics, phrase_grounding, stored_boxes
 from medvl.eval.grounding.heatmaps import best_cosine, choose_maps, embed_patches, phrase_maps, smooth
@@ -279,7 +280,7 @@ def test_a_protocol_is_recorded_with_its_settings_and_contrast(result: Grounding
     config = maco.results.config
     assert (config["protocol"], config["scale"], config["smoothing"]) == ("maco", "signed", 1.5)
     assert (config["contrast"], result.results.config["contrast"]) == ("signed_cnr", "cnr")
-    page = write_grounding_page(maco, tmp_path / "page.html", model="oracle", data="fake").read_text()
+    page = write_grounding_page(maco, tmp_path / "page.html", PageHeader(model="oracle", data="fake")).read_text()
     assert "maco; its figures are the Signed CNR" in page
 
 
@@ -466,7 +467,10 @@ def test_picture_has_heat_boxes_and_a_darkened_border() -> None:
 def test_page_shows_every_finding_and_the_kept_maps(result: GroundingResult, tmp_path: Path) -> None:
     source = make_loader().source
     path = write_grounding_page(
-        result, tmp_path / "p" / "index.html", model="oracle", data="fake <b>", date="2026-01-01", pixels=source.pixels
+        result,
+        tmp_path / "p" / "index.html",
+        PageHeader(model="oracle", data="fake <b>", date="2026-01-01"),
+        pixels=source.pixels,
     )
     html = path.read_text(encoding="utf-8")
     assert len(result.maps) == 4
@@ -476,4 +480,4 @@ def test_page_shows_every_finding_and_the_kept_maps(result: GroundingResult, tmp
     for word in ("fake &lt;b&gt;", "Pleural Effusion", "large left effusion", "Mean IoU", "Signed CNR", "2026-01-01"):
         assert word in html
     assert "<script" not in html
-    assert "<img" not in write_grounding_page(result, tmp_path / "q.html", model="m", data="d").read_text()
+    assert "<img" not in write_grounding_page(result, tmp_path / "q.html", PageHeader(model="m", data="d")).read_text()

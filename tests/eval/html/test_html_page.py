@@ -18,6 +18,7 @@ from PIL import Image
 from medvl.errors import ImageError
 from medvl.eval import load_prompts, write_zero_shot_page, zero_shot
 from medvl.eval.core.metric_rows import MetricRow
+from medvl.eval.core.publish import PageHeader
 from medvl.eval.core.results import Results
 from medvl.eval.html.header import header_facts, headline
 from medvl.eval.html.page import (
@@ -61,7 +62,9 @@ def noise(position: int) -> np.ndarray:
 @pytest.fixture(scope="module")
 def page(result, tmp_path_factory) -> Path:
     path = tmp_path_factory.mktemp("page") / "new" / "index.html"
-    return write_zero_shot_page(result, path, model="ConVIRT", data="Fake test", date="2026-01-31", pixels=noise)
+    return write_zero_shot_page(
+        result, path, PageHeader(model="ConVIRT", data="Fake test", date="2026-01-31"), pixels=noise
+    )
 
 
 def test_page_shows_inputs_and_results(result, page):
@@ -119,7 +122,7 @@ def test_gallery_shows_images_with_extreme_scores(result, page):
 @pytest.mark.fault("S14")
 def test_page_escapes_text(result, tmp_path):
     hostile = "<script>alert('x')</script><img src=x onerror=alert(1)>&"
-    path = write_zero_shot_page(result, tmp_path / "page.html", model=hostile, data='"><b>', date=hostile)
+    path = write_zero_shot_page(result, tmp_path / "page.html", PageHeader(model=hostile, data='"><b>', date=hostile))
     reader = read(path)
     assert f"Zero-shot findings: {hostile}" in reader.text
     assert "script" not in {tag for tag, _ in reader.tags}
@@ -138,7 +141,7 @@ def test_page_omits_unreadable_images(result, tmp_path, caplog):
             raise ImageError("damaged", "truncated")
         return noise(position)
 
-    path = write_zero_shot_page(result, tmp_path / "page.html", model="m", data="d", pixels=broken)
+    path = write_zero_shot_page(result, tmp_path / "page.html", PageHeader(model="m", data="d"), pixels=broken)
     thumbnails = [a for tag, a in read(path).tags if tag == "img" and a["src"].startswith("data:image/jpeg")]
     assert 0 < len(thumbnails) < 18
     assert "is left out of the page: it could not be read" in caplog.text
@@ -147,7 +150,7 @@ def test_page_omits_unreadable_images(result, tmp_path, caplog):
 def test_page_omits_missing_metrics(source, tmp_path):
     prompts = dataclasses.replace(load_prompts("chexpert_ensemble"), scoring="margin").select(NAMES)
     result = zero_shot(FakeModel(), FakeLoader(source), prompts, resamples=0, smallest_subgroup=1000)
-    path = write_zero_shot_page(result, tmp_path / "page.html", model="m", data="d")
+    path = write_zero_shot_page(result, tmp_path / "page.html", PageHeader(model="m", data="d"))
     text = "\n".join(read(path).text)
     for absent in ("Calibration", "Brier", "Threshold\n", "Subgroups", "Images\n", "Date"):  # neither in the contents
         assert absent not in text
@@ -156,7 +159,7 @@ def test_page_omits_missing_metrics(source, tmp_path):
 
 def test_page_is_deterministic(result, page, tmp_path):
     again = write_zero_shot_page(
-        result, tmp_path / "index.html", model="ConVIRT", data="Fake test", date="2026-01-31", pixels=noise
+        result, tmp_path / "index.html", PageHeader(model="ConVIRT", data="Fake test", date="2026-01-31"), pixels=noise
     )
     assert again.read_bytes() == page.read_bytes()
     files, first = (
@@ -189,7 +192,9 @@ def test_header_facts_list_inputs_intervals_and_protocol():
         inputs={"checkpoint": "ab" * 32, "manifest": None},
         packages={"medvl": "1.2"},
     )
-    facts = header_facts(results, model="m", data="d", date="today", units="texts", extra=[("Maps", "cosine")])
+    facts = header_facts(
+        results, PageHeader(model="m", data="d", date="today"), units="texts", extra=[("Maps", "cosine")]
+    )
     assert facts == [
         ("Date", "today"),
         ("Checkpoint", f"m (sha256 {'ab' * 6})"),
@@ -199,7 +204,7 @@ def test_header_facts_list_inputs_intervals_and_protocol():
         ("Protocol", "p, version 3"),
         ("Software", "medvl 1.2, torch ?"),
     ]
-    assert header_facts(results, model="m", data="d", date=None, units="texts")[0][0] == "Checkpoint"
+    assert header_facts(results, PageHeader(model="m", data="d", date=None), units="texts")[0][0] == "Checkpoint"
     row = MetricRow(metric="x", target="y", value=0.5, low=0.25, high=0.75)
     assert headline("X", row) == ("X", "0.500", "[0.250, 0.750]")
     assert headline("X", MetricRow(metric="x", target="y")) == ("X", "-", "")

@@ -17,6 +17,7 @@ from medvl.data.tokenizer.tokenizer import Tokenizer, train_wordpiece
 from medvl.errors import ConfigError, EvaluationError
 from medvl.eval import evaluate_masked_prediction, write_masked_prediction_page, write_results
 from medvl.eval.compare.compare import compare, find_runs
+from medvl.eval.core.publish import PageHeader
 from medvl.eval.masked_prediction.words import hidden_words
 from medvl.models import create_model
 from medvl.models.checkpoint import save
@@ -151,9 +152,11 @@ def test_page_shows_sentences_only_if_asked(model: Any, tmp_path: Path) -> None:
     result = evaluate_masked_prediction(model, reports(), resamples=20, batch=3)
     again = evaluate_masked_prediction(model, reports(), resamples=20, batch=50)
     assert [row.value for row in result.results.rows] == [row.value for row in again.results.rows]
-    page = write_masked_prediction_page(result, tmp_path / "a.html", model="m", data="d").read_text()
+    page = write_masked_prediction_page(result, tmp_path / "a.html", PageHeader(model="m", data="d")).read_text()
     assert "____" in page
-    hidden = write_masked_prediction_page(result, tmp_path / "b.html", model="m", data="d", examples=0).read_text()
+    hidden = write_masked_prediction_page(
+        result, tmp_path / "b.html", PageHeader(model="m", data="d"), examples=0
+    ).read_text()
     assert "____" not in hidden
     assert "Floor of five" in hidden
     assert all("sentence" not in line for line in result.predictions())

@@ -14,6 +14,7 @@ from helpers.fusion_samples import SIDE, TEXTS, tiny_model, tiny_tokenizer
 import medvl
 from medvl.errors import ConfigError, EvaluationError
 from medvl.eval import image_text_matching, write_matching_page
+from medvl.eval.core.publish import PageHeader
 from medvl.eval.matching.evaluate import MIRROR, OTHER, OWN, choose_texts
 from medvl.models import FusionModel
 
@@ -98,7 +99,9 @@ def test_metrics_and_page(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> No
     assert result.results.row("accuracy", "all").value == pytest.approx((odd + (count - odd) / 2) / count)
     assert result.results.details["without_text"] == 8 - count
     assert len([json.dumps(line) for line in result.predictions()]) == count
-    page = write_matching_page(result, tmp_path / "page.html", model="m", data="d", pixels=loader.source.pixels)
+    page = write_matching_page(
+        result, tmp_path / "page.html", PageHeader(model="m", data="d"), pixels=loader.source.pixels
+    )
     assert "Own text above its mirror" in page.read_text()
 
 

@@ -21,6 +21,7 @@ from medvl.data.transforms.text import WholeText
 from medvl.errors import ConfigError, EvaluationError, SplitError
 from medvl.eval import linear_probe, write_probe_page
 from medvl.eval.classification.label_policy import LabelPolicy
+from medvl.eval.core.publish import PageHeader
 from medvl.eval.probing.features import FeatureTable, ProbedEncoder, encode_features
 from medvl.eval.probing.solver import Standardizer, fit_logistic, fit_path
 
@@ -228,7 +229,7 @@ def test_linear_probe_rejects_invalid_inputs(sets):
 
 def test_probe_page_shows_every_fraction(sets, tmp_path):
     result = linear_probe(*sets, fractions=(0.1, 1.0), seeds=2, resamples=20)
-    page = write_probe_page(result, tmp_path / "index.html", model="random", data="noise").read_text()
+    page = write_probe_page(result, tmp_path / "index.html", PageHeader(model="random", data="noise")).read_text()
     for text in ("AUROC, 10%", "AUROC, 100%", "SD over runs", "Gaps between subgroups", "Calibration and decisions"):
         assert text in page
 

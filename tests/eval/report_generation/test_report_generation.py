@@ -23,6 +23,7 @@ from medvl.data.transforms.text import WholeText
 from medvl.errors import ConfigError, EvaluationError
 from medvl.eval import GeneratedReport, ReportEval, evaluate_reports, generate_reports, read_results, write_report_page
 from medvl.eval.core.bootstrap import bootstrap_indices
+from medvl.eval.core.publish import PageHeader
 from medvl.eval.report_generation import generate
 from medvl.eval.report_generation.cider import Cider
 from medvl.eval.report_generation.clinical_f1 import positive_findings
@@ -343,7 +344,9 @@ def test_page_shows_reports_beside_their_references(tmp_path: Path) -> None:
         GeneratedReport(key=f"k{n}", patient=f"p{n}", reference=reference, generated=generated)
         for n, (reference, generated) in enumerate(texts)
     ]
-    path = write_report_page(evaluate_reports(reports, resamples=5), tmp_path / "index.html", model="m", data="d")
+    path = write_report_page(
+        evaluate_reports(reports, resamples=5), tmp_path / "index.html", PageHeader(model="m", data="d")
+    )
     check_resources(path)
     text = read(path).text
     assert "Findings agree with the reference: 1 of 3" in text

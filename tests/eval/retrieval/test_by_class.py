@@ -14,6 +14,7 @@ from helpers.retrieval_images import noisy_images, unit_images
 from medvl.data.privacy.deidentify import Deidentifier
 from medvl.errors import CorpusError, EvaluationError
 from medvl.eval import RetrievalList, class_retrieval, image_retrieval
+from medvl.eval.core.publish import PageHeader
 from medvl.eval.retrieval.by_class import precision_at
 from medvl.eval.retrieval.by_class_page import write_class_retrieval_page
 from medvl.eval.retrieval.candidate_lists import CHEXPERT_8X200, read_chexpert_8x200, sample_list
@@ -273,8 +274,11 @@ def test_chexpert_8x200_is_read_with_the_keys_of_the_shards(tmp_path: Path, deid
 def test_page_shows_every_direction(tmp_path: Path) -> None:
     loader = loader_of(labelled())
     results = class_retrieval(FakeModel(), loader, make_list(loader), ks=(4, 8), resamples=10)
-    page = write_class_retrieval_page(results, tmp_path / "index.html", model="m", data="noise").read_text()
+    page = write_class_retrieval_page(results, tmp_path / "index.html", PageHeader(model="m", data="noise")).read_text()
     for text in ("Image to image", "Text to image", "Precision@8", "Chance", "List"):
         assert text in page
     alone = image_retrieval(FakeModel(), loader, ks=(4,), resamples=10)
-    assert "Precision@4" in write_class_retrieval_page(alone, tmp_path / "a.html", model="m", data="d").read_text()
+    assert (
+        "Precision@4"
+        in write_class_retrieval_page(alone, tmp_path / "a.html", PageHeader(model="m", data="d")).read_text()
+    )

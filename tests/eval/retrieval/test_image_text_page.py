@@ -14,6 +14,7 @@ from helpers.retrieval_images import noisy_images, unit_images
 from PIL import Image
 
 from medvl.eval import write_retrieval_page
+from medvl.eval.core.publish import PageHeader
 from medvl.eval.html import plots
 from medvl.eval.retrieval.examples import RetrievalExamples, principal_plane
 from medvl.eval.retrieval.image_text import RetrievalResult, image_text_retrieval
@@ -115,9 +116,7 @@ def test_page_shows_queries_and_candidates_and_escapes_texts(result: RetrievalRe
     path = write_retrieval_page(
         result,
         tmp_path / "index.html",
-        model="fake",
-        data="phantom",
-        date="2026-01-01",
+        PageHeader(model="fake", data="phantom", date="2026-01-01"),
         pixels=lambda key: np.full((30, 40), 90, np.uint8),
         labels=labels,
     )
@@ -135,7 +134,7 @@ def test_page_shows_queries_and_candidates_and_escapes_texts(result: RetrievalRe
     ):
         assert word in html
     assert "report <" not in html
-    bare = write_retrieval_page(result, tmp_path / "bare.html", model="fake", data="phantom").read_text()
+    bare = write_retrieval_page(result, tmp_path / "bare.html", PageHeader(model="fake", data="phantom")).read_text()
     assert "data:image/jpeg" not in bare
 
 
@@ -148,7 +147,7 @@ def test_bars_are_scaled_to_similarities_above_one(
     higher = dataclasses.replace(examples, image_queries=(dataclasses.replace(first, similarities=values), *others))
     shown = dataclasses.replace(result, examples=higher)
     page = write_retrieval_page(
-        shown, tmp_path / "index.html", model="m", data="d", pixels=lambda key: np.zeros((8, 8), np.uint8)
+        shown, tmp_path / "index.html", PageHeader(model="m", data="d"), pixels=lambda key: np.zeros((8, 8), np.uint8)
     ).read_text()
     for text in ('width="100.0" height="5"', ">3.00<", 'width="50.0" height="5"', ">1.50<"):
         assert text in page

@@ -9,6 +9,7 @@ from helpers.eval_fakes import FakeLoader, FakeModel, make_source, text_vector
 from helpers.retrieval_images import noisy_images
 
 from medvl.eval import image_text_retrieval, write_retrieval_page
+from medvl.eval.core.publish import PageHeader
 from medvl.eval.retrieval import similarity as similarity_module
 from medvl.eval.retrieval.label_gain import relevance
 
@@ -85,7 +86,9 @@ def test_data_without_labels_has_no_gains(tmp_path: Path) -> None:
     assert "mrr" in metrics
     assert not {"ndcg@1", "ndcg@100"} & metrics
     page = write_retrieval_page(
-        image_text_retrieval(FakeModel(), labeled_loader(), resamples=5), tmp_path / "page.html", model="m", data="d"
+        image_text_retrieval(FakeModel(), labeled_loader(), resamples=5),
+        tmp_path / "page.html",
+        PageHeader(model="m", data="d"),
     ).read_text()
     assert "nDCG@100" in page
     assert "MRR" in page

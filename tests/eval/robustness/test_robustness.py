@@ -20,6 +20,7 @@ from medvl.errors import ConfigError, EvaluationError, ShardError
 from medvl.eval import LabelPolicy, RobustnessSettings, evaluate_robustness, write_robustness_page
 from medvl.eval.compare.predictions import read_items
 from medvl.eval.core.metric_rows import MetricRow, measure
+from medvl.eval.core.publish import PageHeader
 from medvl.eval.core.results import Results, write_results
 from medvl.eval.robustness.assemble import assemble
 from medvl.eval.robustness.evaluate import RobustnessResult
@@ -334,7 +335,9 @@ def test_a_fusion_encoder_has_a_page(tmp_path: Path) -> None:
     names = {row.name for row in result.results.rows}
     assert {"negation/macro", "above_other_change/all (blur 5)", "ood_auroc/all (inverted)"} <= names
     assert not any(name.startswith("auroc/") for name in names)
-    page = write_robustness_page(result, tmp_path / "a.html", model="m", data="d", pixels=source.pixels).read_text()
+    page = write_robustness_page(
+        result, tmp_path / "a.html", PageHeader(model="m", data="d"), pixels=source.pixels
+    ).read_text()
     assert "log-odds of a match" in page
     assert "Versions of an image" in page
     assert "macro" in result.table()

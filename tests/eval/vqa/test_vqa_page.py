@@ -30,6 +30,7 @@ from medvl.data.shards.source import ShardSource
 from medvl.errors import ConfigError, ImageError
 from medvl.eval import VQAData, evaluate_answers, normalize_answer
 from medvl.eval.core.open import open_for_evaluation
+from medvl.eval.core.publish import PageHeader
 from medvl.eval.vqa.evaluate import VQAResult
 from medvl.eval.vqa.examples import choose_examples
 from medvl.eval.vqa.explain import explain
@@ -102,6 +103,9 @@ def result(model: VQA, source: QuestionSource) -> VQAResult:
     return evaluate_answers(question_data([source.source]), answers, resamples=20, inputs={"checkpoint": "ab" * 32})
 
 
+UNNAMED = PageHeader(model="", data="")
+
+
 def open_questions(model: VQA, source: QuestionSource, batch: int) -> Loader:
     return open_for_evaluation(source, model.transform, model.tokenizer, batch=batch, workers=0, sections=("question",))
 
@@ -116,8 +120,7 @@ def page(result: VQAResult, model: VQA, source: QuestionSource, tmp_path_factory
     return write_vqa_page(
         result,
         tmp_path_factory.mktemp("out") / "new" / "index.html",
-        model="dual_stream",
-        date="2026-01-31",
+        PageHeader(model="dual_stream", data="", date="2026-01-31"),
         pixels=pixels_of(source),
         explain=functools.partial(explain, model, source),
     )
@@ -264,7 +267,9 @@ def test_question_with_an_unreadable_image_is_not_explained(
 
 
 def test_page_without_a_checkpoint_shows_images_and_answers(result: VQAResult, source: Any, tmp_path: Path) -> None:
-    path = write_vqa_page(result, tmp_path / "page.html", model="answers.jsonl", pixels=pixels_of(source))
+    path = write_vqa_page(
+        result, tmp_path / "page.html", PageHeader(model="answers.jsonl", data=""), pixels=pixels_of(source)
+    )
     reader = read(path)
     alternatives = [image["alt"] for image in images(reader)]
     shown = sum(map(len, choose_examples(result).values()))
@@ -272,7 +277,7 @@ def test_page_without_a_checkpoint_shows_images_and_answers(result: VQAResult, s
     assert not [alternative for alternative in alternatives if alternative.startswith("attention")]
     assert "Heatmaps show" not in "\n".join(reader.text)
     assert "Date" not in reader.text
-    bare = read(write_vqa_page(result, tmp_path / "bare.html"))
+    bare = read(write_vqa_page(result, tmp_path / "bare.html", UNNAMED))
     assert len(images(bare)) == 1
     assert "True answer" in bare.text
 
@@ -281,13 +286,13 @@ def test_page_without_a_checkpoint_shows_images_and_answers(result: VQAResult, s
 def test_scores_outside_of_zero_to_one_are_not_drawn(source: Any, tmp_path: Path, score: Any, shown: bool) -> None:
     answers = {"100": Prediction("yes", score=score)}
     result = evaluate_answers(question_data([source.source]), answers, resamples=5)
-    page = write_vqa_page(result, tmp_path / "page.html").read_text()
+    page = write_vqa_page(result, tmp_path / "page.html", UNNAMED).read_text()
     assert ('class="share"' in page) == shown
 
 
 def test_page_without_predictions_shows_the_baselines(source: QuestionSource, tmp_path: Path) -> None:
     result = evaluate_answers(question_data([source.source]), resamples=5)
-    text = read(write_vqa_page(result, tmp_path / "page.html")).text
+    text = read(write_vqa_page(result, tmp_path / "page.html", UNNAMED)).text
     assert "Visual question answering: baselines without images" in text
     assert "Question-only model, overall" in text
     assert "Model" not in text
@@ -298,18 +303,18 @@ def test_unreadable_images_are_left_out(result: VQAResult, tmp_path: Path, caplo
     def missing(name: str) -> np.ndarray:
         raise FileNotFoundError(2, "no such file")
 
-    reader = read(write_vqa_page(result, tmp_path / "page.html", pixels=missing))
+    reader = read(write_vqa_page(result, tmp_path / "page.html", UNNAMED, pixels=missing))
     assert len(images(reader)) == 1
     assert "is not shown: it could not be read" in caplog.text
 
 
 def test_page_counts_unanswered_questions_and_names_the_flaw(source: QuestionSource, tmp_path: Path) -> None:
     data = question_data([source.source])
-    text = read(write_vqa_page(evaluate_answers(data, {}, resamples=5), tmp_path / "page.html")).text
+    text = read(write_vqa_page(evaluate_answers(data, {}, resamples=5), tmp_path / "page.html", UNNAMED)).text
     assert "13 questions, which count as wrong" in text
     assert text.count("(no answer)") == 10  # six open ones and four closed ones
     published = read(
-        write_vqa_page(evaluate_answers(data, {}, protocol="mevf", resamples=5), tmp_path / "mevf.html")
+        write_vqa_page(evaluate_answers(data, {}, protocol="mevf", resamples=5), tmp_path / "mevf.html", UNNAMED)
     ).text
     assert "Not comparable" in published
     assert "includes freeform questions only" in published
@@ -321,8 +326,7 @@ def test_page_is_reproducible(
     repeated = write_vqa_page(
         result,
         tmp_path / "index.html",
-        model="dual_stream",
-        date="2026-01-31",
+        PageHeader(model="dual_stream", data="", date="2026-01-31"),
         pixels=pixels_of(source),
         explain=functools.partial(explain, model, source),
     )

@@ -37,6 +37,7 @@ from medvl.eval import (
     write_segmentation_page,
 )
 from medvl.eval.core.open import open_for_evaluation
+from medvl.eval.core.publish import PageHeader
 from medvl.eval.dense.box_metrics import match_boxes
 from medvl.eval.dense.detection import detect_images
 from medvl.models import Detector, Segmenter, load, save
@@ -269,12 +270,12 @@ def test_pages_show_results(shards: Path, trained: dict[str, Path], tmp_path: Pa
         (mask_segmentation(segmenter, test, resamples=20, keep_maps=2), write_segmentation_page),
     ):
         page = write(
-            result, tmp_path / "page.html", model="ours", data="squares", pixels=test.source.pixels
+            result, tmp_path / "page.html", PageHeader(model="ours", data="squares"), pixels=test.source.pixels
         ).read_text()
         assert page.count("data:image/jpeg") >= 3
         assert "Mass" in page
         assert "Normal, " in page
-        bare = write(result, tmp_path / "bare.html", model="ours", data="squares").read_text()
+        bare = write(result, tmp_path / "bare.html", PageHeader(model="ours", data="squares")).read_text()
         assert "data:image/jpeg" not in bare
 
 
