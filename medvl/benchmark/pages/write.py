@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 
+from medvl.benchmark.config import BenchmarkConfig
 from medvl.benchmark.pages import curves, gains, tables
 from medvl.benchmark.pages.rows import Failure, Measurements, measure_systems
 from medvl.benchmark.plan import Plan
@@ -21,10 +22,12 @@ _FILES = {
     "Systems": "systems.html",
     "Failures": "failures.html",
 }
-_LIMITS = (
+_LIMIT = (
     "All systems have the same data, steps and, where the file says so, encoders; all other settings are those of "
-    "their recipes. None was tuned for this benchmark, and one length for all suits some better than others.",
-    "Results on the phantom show that the software works and how systems differ on it, and say nothing about patients.",
+    "their recipes. None was tuned for this benchmark, and one length for all suits some better than others."
+)
+_PHANTOM_LIMIT = (
+    "Results on the phantom show that the software works and how systems differ on it, and say nothing about patients."
 )
 
 
@@ -140,7 +143,12 @@ def _write(
             ("Intervals", f"95%, {config.evaluation.resamples:,} resamples of patients"),
         ],
         sections=list(sections),
-        limits=_LIMITS,
+        limits=(_LIMIT, *_phantom_limit(config)),
         pages=tuple(files),
     )
     return write_page(page, store.out / _FILES[title])
+
+
+def _phantom_limit(config: BenchmarkConfig) -> tuple[str, ...]:
+    commands = (line for corpus in config.corpora for step in corpus.make for line in step.run)
+    return (_PHANTOM_LIMIT,) if any(line.startswith("phantom ") for line in commands) else ()
