@@ -1,12 +1,13 @@
 #!/usr/bin/env bash
 # Trains and evaluates everything that RESULTS.md reports on the phantom, then writes RESULTS.md. Parts can be named;
-# without names all of them run, in about five hours on two CPU cores. Finished steps are not repeated.
+# without names all of them run, in about six hours on two CPU cores. Finished steps are not repeated.
 #
 #     bash scripts/reproduce_results.sh                      # all parts
 #     bash scripts/reproduce_results.sh zero-shot grounding  # these only; tables of other parts keep their last results
 set -euo pipefail
 cd "$(dirname "$0")/.."
-all="zero-shot probe grounding chexzero dense vqa vqa-medvill reports pretraining benchmark benchmark-options"
+all="zero-shot probe grounding chexzero dense vqa vqa-medvill reports pretraining generation \
+    generation-variants benchmark benchmark-options"
 parts="${*:-$all}"
 for part in $parts; do
     case " $all " in *" $part "*) ;; *) echo "error: no part $part: take $all" >&2; exit 2 ;; esac
@@ -67,6 +68,33 @@ fi
 if wanted pretraining; then
     $bin/python scripts/pretraining_helps.py --start quickstart/m3ae/best --train quickstart/vqa/train \
         --valid quickstart/vqa-valid/test --test quickstart/vqa/test --out quickstart/m3ae-helps -- --train.epochs 2
+fi
+if wanted generation; then bash scripts/quickstart_generation.sh; fi
+if wanted generation-variants; then
+    bash scripts/quickstart_generation.sh
+    draw() {
+        $bin/medvl generate --checkpoint "quickstart/$1/last" --batch 64 --precision bf16 --out "quickstart/$2" "${@:3}"
+    }
+    judge() {
+        evaluate generation "quickstart/$1" --valid $shards/validate --test $shards/test \
+            --classifier quickstart/convirt/best --cache quickstart/features "${@:2}"
+    }
+    torchrun recipes/roentgen_mimic.py tiny --text-from None --data.tokenizer quickstart/vocab \
+        --train.run-dir quickstart/roentgen-random
+    torchrun recipes/roentgen_mimic.py tiny --model.train-text True --train.run-dir quickstart/roentgen-text
+    for text in random text; do
+        draw roentgen-$text generated-$text --data $shards/test --limit 256 --guidance 5 3
+        judge generation-$text --train $shards/train --generated quickstart/generated-$text/guidance-{5,3}
+    done
+    draw roentgen generated-train --data $shards/train --limit 1024 --guidance 3
+    judge generation-use --train $shards/train --generated quickstart/generated/guidance-5 \
+        --synthetic-train quickstart/generated-train
+    $bin/medvl phantom mimic-cxr --out quickstart/few-files --patients 27 --size 256 --frontal-only --seed 77
+    $bin/medvl shards mimic-cxr --root quickstart/few-files --out quickstart/few --views PA AP --short-side 160
+    torchrun recipes/roentgen_mimic.py tiny --data.train quickstart/few/train --train.run-dir quickstart/roentgen-few \
+        --train.epochs None --train.steps 1200 --train.validate-every 400
+    draw roentgen-few generated-few --data quickstart/few/train --limit 64 --guidance 1 3
+    judge generation-few --train quickstart/few/train $shards/train --generated quickstart/generated-few/guidance-{1,3}
 fi
 if wanted benchmark; then # prints what failed
     $bin/medvl benchmark phantom-quick --out quickstart/benchmark || true

@@ -115,6 +115,45 @@ TABLES = (
             "share too near to a training image, features": ("too_near", "features", "guidance 5"),
         },
     ),
+    Table(
+        name="generation-text",
+        corner="text encoder of the generator",
+        columns={
+            "ConVIRT's, frozen": "generation",
+            "ConVIRT's, trained on": "generation-text",
+            "random, frozen": "generation-random",
+        },
+        rows={
+            "prompted findings, AUROC, mean of the five": (*_MEAN, "guidance 5"),
+            "the same at guidance 3": (*_MEAN, "guidance 3"),
+            "asserted against negated findings, AUROC": ("negation_auroc", "macro_competition", "guidance 5"),
+            "left against right, AUROC": ("side_auroc", "macro", "guidance 5"),
+        },
+    ),
+    Table(
+        name="generation-use",
+        corner="linear probe, mean AUROC of the five",
+        columns={"973 real test images": "generation-use"},
+        rows={
+            f"{share} of the patients, {images}": (f"{metric}@{share}", "macro_competition", images)
+            for share in ("1%", "10%", "100%")
+            for metric, images in (
+                ("use_auroc", "real"),
+                ("use_auroc", "real and synthetic"),
+                ("use_auroc_gain", "both minus real"),
+            )
+        }
+        | {"synthetic images alone": ("use_auroc@0%", "macro_competition", "synthetic")},
+    ),
+    Table(
+        name="generation-copies",
+        corner="share too near to a training image",
+        columns={"trained on 5,485 images": "generation", "on 46 images": "generation-few"},
+        rows={
+            name: ("too_near", name, "guidance 3")
+            for name in ("pixels", "pixels, relative", "features", "features, relative")
+        },
+    ),
 )
 
 
