@@ -389,7 +389,7 @@ def test_full_pass_rejects_missing_and_repeated_images(source):
             yield from super().__iter__()
             yield next(super().__iter__())
 
-    with raises(EvaluationError, "mismatch", names="7 again"):
+    with raises(EvaluationError, "mismatch", names="7 more than once"):
         zero_shot(FakeModel(), Repeating(source), "chexpert_pairs")
 
 
