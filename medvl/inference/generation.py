@@ -5,6 +5,7 @@ generate_images("runs/roentgen-mimic", prompts, "generated", options=GenerateOpt
 """
 
 import dataclasses
+import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -319,11 +320,9 @@ def contact_sheet(images: GeneratedImages) -> np.ndarray:
 def _cell(image_HW: np.ndarray, prompt: str) -> np.ndarray:
     cell = np.zeros((_TILE + _CAPTION, _TILE), np.uint8)
     cell[:_TILE, : _TILE - 2] = cv2.resize(image_HW, (_TILE - 2, _TILE), interpolation=cv2.INTER_LINEAR)
-    words = " ".join(prompt.encode("ascii", "replace").decode().split())
-    width = 27
-    for line in range(3):
-        text = words[line * width : (line + 1) * width]
-        _put(cell, text if line < 2 or len(words) <= 3 * width else f"{text[:-3]}...", _TILE + 10 + 10 * line, 0.3)
+    text = prompt.encode("ascii", "replace").decode()
+    for line, words in enumerate(textwrap.wrap(text, width=27, max_lines=3, placeholder="...")):
+        _put(cell, words, _TILE + 10 + 10 * line, 0.3)
     return cell
 
 
