@@ -103,6 +103,7 @@ SUBPACKAGES: dict[str, dict[str, set[str]]] = {
         "text_tasks": {"core", "html", "probing"},
         "compare": {
             *("core", "html", "classification", "retrieval", "dense", "matching", "vqa", "report_generation"),
+            *("generation", "text_tasks"),
         },
     },
     "phantom": {"population": set(), "language": {"population"}, "rendering": {"population"}},

@@ -3,7 +3,7 @@
 import functools
 from pathlib import Path
 
-from medvl.cli.eval.options import EvalOptions, open_evaluation, print_results
+from medvl.cli.eval.options import EvalOptions, open_evaluation, publish_result
 from medvl.errors import ConfigError
 
 
@@ -19,8 +19,6 @@ def class_retrieval(shared: EvalOptions, *, candidates: Path | None = None, ks: 
         ks: numbers of nearest candidates.
     """
     from medvl.data.loading.subset import Subset
-    from medvl.eval.core.publish import publish
-    from medvl.eval.core.results import format_table
     from medvl.eval.retrieval import by_class
     from medvl.eval.retrieval.by_class_page import write_class_retrieval_page
     from medvl.eval.retrieval.candidate_lists import RetrievalList
@@ -30,21 +28,14 @@ def class_retrieval(shared: EvalOptions, *, candidates: Path | None = None, ks: 
     model, source, read = open_evaluation(shared, DualEncoder, "give the checkpoint of a dual-encoder", text=True)
     resamples, checkpoint = shared.resamples, shared.checkpoint
     if fixed is None:
-        results = by_class.image_retrieval(model, read(source), ks=ks, resamples=resamples, checkpoint=checkpoint)
+        result = by_class.image_retrieval(model, read(source), ks=ks, resamples=resamples, checkpoint=checkpoint)
     else:  # a folder may hold a hundred times as many images as the list
         keys = fixed.keys
         listed = Subset(source, [position for position in range(len(source)) if source.key(position) in keys])
-        results = by_class.class_retrieval(
-            model, read(listed), fixed, ks=ks, resamples=resamples, checkpoint=checkpoint
-        )
-    paths = publish(
-        results,
-        shared.folder(checkpoint, results.protocol),
-        write_page=functools.partial(write_class_retrieval_page, results),
-        model=f"{model.name} ({checkpoint})",
-        data=source.manifest,
-    )
-    print_results(format_table(results.rows), paths, everything=shared.all)
+        result = by_class.class_retrieval(model, read(listed), fixed, ks=ks, resamples=resamples, checkpoint=checkpoint)
+    page = functools.partial(write_class_retrieval_page, result.results)
+    folder = shared.folder(checkpoint, result.results.protocol)
+    publish_result(result, folder, page, f"{model.name} ({checkpoint})", source.manifest, everything=shared.all)
 
 
 def make_retrieval_list(

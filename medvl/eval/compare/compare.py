@@ -27,9 +27,10 @@ from medvl.eval.core.curves import RocCurve, roc_curve
 from medvl.eval.core.metric_rows import MetricRow
 from medvl.eval.core.metrics import Array
 from medvl.eval.core.results import SUMMARY_TARGETS, Results, read_results
+from medvl.eval.generation.result import IMAGES_OF
 
-_RUN_INPUTS = frozenset({"checkpoint", "predictions", "vocabulary"})
-"""Inputs that may differ between runs; all others must agree."""
+_RUN_INPUTS = frozenset({"checkpoint", "predictions", "vocabulary", "generator", "other"})
+"""Inputs that may differ between runs, beside generated images ("images, guidance 3"); all others must agree."""
 _IGNORED_SETTINGS = frozenset({"resamples", "seed", "autocast"})  # settings that do not change values beyond rounding
 
 
@@ -192,6 +193,7 @@ def _disagreements(runs: Sequence[Run]) -> list[str]:
                 f"{first.protocol} version {first.protocol_version}"
             )
         names = sorted({*first.inputs, *other.inputs} - _RUN_INPUTS)
+        names = [name for name in names if not name.startswith(IMAGES_OF)]
         differing = [name for name in names if first.inputs.get(name) != other.inputs.get(name)]
         if differing:
             notes.append(f"{run.name} and {runs[0].name} differ in {', '.join(differing)}")

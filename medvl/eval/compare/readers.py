@@ -15,20 +15,25 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from medvl.data.annotations.questions import Question
+from medvl.data.text_tasks.tasks import TASKS
 from medvl.eval.change.evaluate import change_metrics
 from medvl.eval.change.prompts import CHANGES
 from medvl.eval.classification.label_policy import LabelPolicy
-from medvl.eval.core.metric_rows import MetricGroup, label_mean_metrics, mean_metrics
+from medvl.eval.core.metric_rows import MetricGroup, MetricRow, label_mean_metrics, mean_metrics
 from medvl.eval.core.metrics import Array
 from medvl.eval.core.results import Results
 from medvl.eval.dense.box_metrics import APConvention
 from medvl.eval.dense.detection import detection_groups, read_detections
 from medvl.eval.dense.segmentation import read_areas, segmentation_groups
+from medvl.eval.generation.findings import findings_metrics
+from medvl.eval.generation.memorisation import SPACES, too_near_metrics
 from medvl.eval.matching.evaluate import COLUMNS, matching_groups
 from medvl.eval.report_generation.clinical_f1 import clinical_metrics, positive_findings
 from medvl.eval.report_generation.evaluate import AGAINST_LABELS
 from medvl.eval.report_generation.nlg_metrics import MEANS, REPORT, bleu_metrics, words
+from medvl.eval.retrieval.by_class import precision_metrics
 from medvl.eval.retrieval.image_text import rank_groups
+from medvl.eval.text_tasks.metrics import mean_over_seeds, summed_metric
 from medvl.eval.vqa.baselines import QUESTION_ONLY
 from medvl.eval.vqa.evaluate import ACCURACY, GAIN, MODEL, attribute_masks, masked_means, type_masks
 
@@ -185,6 +190,50 @@ def _hidden_words(lines: Lines, results: Results) -> list[MetricGroup]:
     ]
 
 
+def _class_precision(lines: Lines, results: Results) -> list[MetricGroup]:
+    """Return the precision at each k of the classes, in each direction."""
+    names, groups = list(results.details["chance"]), []
+    for direction in dict.fromkeys(line["direction"] for line in lines):
+        rows_Q = np.array([row for row, line in enumerate(lines) if line["direction"] == direction])
+        for k in results.config["ks"]:
+            found = [lines[row]["precision"][str(k)] for row in rows_Q]
+            values_QL = np.array([[_number(of_query.get(name)) for name in names] for of_query in found])
+            groups.append(_at(precision_metrics(k, values_QL, names, direction), rows_Q))
+    return groups
+
+
+def _generated(lines: Lines, results: Results) -> list[MetricGroup]:
+    """Return the AUROC of the prompted findings and the share of possible copies, for each folder of images."""
+    names, groups = list(lines[0]["logits"]), []
+    stated_NL, logits_NL = (_table(lines, field, names) for field in ("stated", "logits"))
+    near_NK = np.array([[space in line["too_near"] for space in SPACES] for line in lines])
+    set_N = np.array([line["set"] for line in lines])
+    like = stated_NL[set_N == next(iter(results.details["images"]))]
+    for name in dict.fromkeys(set_N.tolist()):
+        rows_N = np.flatnonzero(set_N == name)
+        findings = findings_metrics(logits_NL[rows_N], stated_NL[rows_N], names, like=like, name=name)
+        groups += [_at(group, rows_N) for group in (findings, too_near_metrics(near_NK[rows_N], name))]
+    return groups
+
+
+def _text_tasks(lines: Lines, results: Results) -> list[MetricGroup]:
+    """Return the metric of each task, the mean over its seeds."""
+    groups = []
+    for name in dict.fromkeys(line["task"] for line in lines):
+        rows_N = np.array([row for row, line in enumerate(lines) if line["task"] == name])
+        task, truth = TASKS[name], [_tuple(lines[row]["label"]) for row in rows_N]
+        by_seed = zip(*(lines[row]["predictions"] for row in rows_N), strict=True)
+        metrics = [summed_metric(task, truth, [_tuple(value) for value in of_seed]) for of_seed in by_seed]
+        row = MetricRow(metric=task.metric, target=name, n=len(rows_N))
+        groups.append(_at(mean_over_seeds(metrics, row), rows_N))
+    return groups
+
+
+def _tuple(value: Any) -> Any:
+    """Return a label as it was before it became JSON."""
+    return tuple(value) if isinstance(value, list) else value
+
+
 def _table(lines: Lines, field: str, names: Sequence[str]) -> Array:
     return np.array([[_number(line[field][name]) for name in names] for line in lines])
 
@@ -194,6 +243,7 @@ def _number(value: float | None) -> float:
 
 
 _CLASSES = Reader(ranked=_classes)
+_PRECISION = Reader(item=("direction", "patient", "query"), metric_groups=_class_precision)
 _RANKS = Reader(group="text", needs=("text_rank",), metric_groups=_retrieval)
 _MASKS = Reader(needs=("pixels",), metric_groups=_segmentation)
 READERS: Mapping[str, Reader] = {
@@ -204,6 +254,8 @@ READERS: Mapping[str, Reader] = {
     "grounding": Reader(item=("key", "phrase"), metric_groups=_grounding),
     "image_text_retrieval": _RANKS,
     "image_text_retrieval_reranked": _RANKS,
+    "class_retrieval": _PRECISION,
+    "image_retrieval": _PRECISION,
     "image_text_matching": Reader(needs=("patient",), metric_groups=_matching),
     "vqa": Reader(item=("id",), needs=("closed", "model_credit"), metric_groups=_answers),
     "report_generation": Reader(metric_groups=_reports),
@@ -211,6 +263,10 @@ READERS: Mapping[str, Reader] = {
     "zero_shot_masks": _MASKS,
     "detection": Reader(needs=("true",), metric_groups=_detection),
     "change": Reader(needs=("patient",), metric_groups=_change),
+    "text_tasks": Reader(
+        item=("task", "key"), group="document", needs=("label", "document"), metric_groups=_text_tasks
+    ),
+    "image_generation": Reader(item=("set", "file"), needs=("set", "stated"), metric_groups=_generated),
     "masked_prediction": Reader(item=("item",), metric_groups=_hidden_words),
 }
 """Protocol -> reader of its lines."""

@@ -60,7 +60,7 @@ from medvl.eval.generation.memorisation import (
     real_distance_rows,
     search_copies,
 )
-from medvl.eval.generation.result import RECONSTRUCTED, GenerationResult, ImageSets
+from medvl.eval.generation.result import IMAGES_OF, RECONSTRUCTED, GenerationResult, ImageSets
 from medvl.eval.generation.usefulness import UseOptions, use_rows
 from medvl.eval.probing.features import ProbedEncoder
 from medvl.models.dual_encoders.bases.base import DualEncoder
@@ -247,7 +247,7 @@ def _input_hashes(
 ) -> dict[str, str | None]:
     return {
         "generator": generated[0].source.images.generation.generator,
-        **{f"images, {each.name}": each.source.fingerprint for each in generated},
+        **{f"{IMAGES_OF}{each.name}": each.source.fingerprint for each in generated},
         "manifest": real.test.fingerprint,
         "train_manifest": real.all_train.fingerprint,
         "validation_manifest": real.valid.fingerprint,

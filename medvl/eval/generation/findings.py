@@ -71,9 +71,15 @@ def prompted_findings(
     generated and real images compare. Rows have the name of the set as subgroup.
     """
     labels_NL, logits_NL = stated_labels(images, classifier.names, policy), classifier.logits(images.judged.x_ND)
-    means = means_over(classifier.names, like)
-    group = ranking_metrics("auroc", logits_NL, labels_NL, classifier.names, means=means)
-    return resampling.measure([renamed(group, "auroc", images.name)], images.patients)
+    group = findings_metrics(logits_NL, labels_NL, classifier.names, like=like, name=images.name)
+    return resampling.measure([group], images.patients)
+
+
+def findings_metrics(
+    logits_NL: Array, labels_NL: Array, names: Sequence[str], *, like: Array, name: str
+) -> MetricGroup:
+    """Return the AUROC of each finding of a set of images, and the means of `prompted_findings`."""
+    return renamed(ranking_metrics("auroc", logits_NL, labels_NL, names, means=means_over(names, like)), "auroc", name)
 
 
 def shuffled_findings(

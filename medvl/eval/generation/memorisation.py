@@ -111,14 +111,18 @@ def memorisation_rows(images: ImageSet, found: Memorisation, resampling: Resampl
     test image.
     """
     nearest, near = found.sets[images.name], found.too_near(images.name)
-    shares_NK = np.stack([near[space] for space in SPACES], axis=1).astype(np.float64)
     least = [nearest.distance[space] < found.real.distance[space].min() for space in SPACES]
     groups: list[MetricGroup] = [
-        mean_metrics("too_near", shares_NK, SPACES, subgroup=images.name),
+        too_near_metrics(np.stack([near[space] for space in SPACES], axis=1), images.name),
         mean_metrics("nearer_than_all", np.stack(least, axis=1).astype(np.float64), SPACES, subgroup=images.name),
         *(distance_median(nearest.distance[space], space, images.name) for space in SPACES),
     ]
     return resampling.measure(groups, images.patients)
+
+
+def too_near_metrics(near_NK: NDArray[np.bool_], name: str) -> MetricGroup:
+    """Return the share of the images of a set that are too near to a training image, by space (`SPACES`)."""
+    return mean_metrics("too_near", near_NK.astype(np.float64), SPACES, subgroup=name)
 
 
 def describe_copies(rows: Sequence[MetricRow]) -> list[str]:

@@ -4,15 +4,19 @@ import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from medvl.eval.classification.label_policy import LabelPolicy
 from medvl.eval.core.metric_rows import MetricRow
 from medvl.eval.core.results import Results, format_table, format_value
 from medvl.eval.generation.alignment import Aligned
 from medvl.eval.generation.fidelity import ALL
+from medvl.eval.generation.findings import stated_labels
 from medvl.eval.generation.inputs import ImageSet
 from medvl.eval.generation.judge import FindingClassifier
 from medvl.eval.generation.memorisation import SPACES, Memorisation, describe_copies
 
 RECONSTRUCTED = "reconstructed"
+IMAGES_OF = "images, "
+"""Before the name of a folder, in the inputs: the hash of its images."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -109,19 +113,24 @@ class GenerationResult:
         )
 
     def predictions(self) -> Iterator[Mapping[str, Any]]:
-        """Yield one line per generated image: its prompt's key, scores, and the nearest training images."""
+        """Yield one line per generated image: its prompt's key and findings, scores, the nearest training images."""
+        policy, names = LabelPolicy(**self.results.config["policy"]), self.classifier.names
         for images in self.generated:
+            stated_NL = stated_labels(images, names, policy).tolist()
             logits_NL, near = self.classifier.logits(images.judged.x_ND), self.memorisation.too_near(images.name)
             nearest, aligned = self.memorisation.sets[images.name], self.aligned.get(images.name)
             for row, position in enumerate(images.judged.positions):
                 source = images.source.images.rows[position]
                 yield {
+                    "set": images.name,
                     "folder": str(images.source.folder),
                     "file": source.file,
                     "prompt_key": source.prompt_key,
+                    "patient": images.patients[row],
                     "guidance": source.guidance,
                     "seed": source.seed,
-                    "logits": dict(zip(self.classifier.names, logits_NL[row].tolist(), strict=True)),
+                    "stated": dict(zip(names, stated_NL[row], strict=True)),
+                    "logits": dict(zip(names, logits_NL[row].tolist(), strict=True)),
                     "nearest": {
                         space: self.train_source.sample(int(places[row])).key
                         for space, places in nearest.position.items()

@@ -20,8 +20,9 @@ Shape letters: Q queries, N candidates, L classes, E shared embedding.
 """
 
 import dataclasses
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -39,6 +40,7 @@ from medvl.eval.core.interfaces import Loader, Model
 from medvl.eval.core.metric_rows import MetricGroup, MetricRow, mean_metrics, measure
 from medvl.eval.core.metrics import Array
 from medvl.eval.core.results import Results
+from medvl.eval.core.subgroups import subgroups_of
 from medvl.eval.retrieval.candidate_lists import Item, RetrievalList
 from medvl.eval.retrieval.image_text import check_ks
 from medvl.eval.retrieval.similarity import Similarity, encode_images, take
@@ -48,6 +50,59 @@ from medvl.schema import Embeddings, Sample
 LIST_PROTOCOL, FOLDER_PROTOCOL, PROTOCOL_VERSION = "class_retrieval", "image_retrieval", 1
 KS = (5, 10, 50)
 _CHUNK = 256
+
+
+class Asked(NamedTuple):
+    """A query: what it is, and what it is resampled with."""
+
+    query: str
+    """Key of an image, or a text."""
+    patient: str
+    """Patient of an image; a text is resampled alone."""
+    subgroups: Mapping[str, str]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Queries:
+    """Queries of one direction with the precision of what is nearest to them."""
+
+    direction: str
+    """ "image to image", ...; empty for the images of a folder."""
+    precision: Mapping[int, Array]
+    """k -> (Q, L)"""
+    relevant_QL: Array
+    """1.0 if a query has a class."""
+    asked: Sequence[Asked]
+
+    def measure(self, names: Sequence[str], *, resamples: int, seed: int) -> tuple[MetricRow, ...]:
+        """Return all rows of this direction, with queries resampled by patient."""
+        values = [(k, np.where(self.relevant_QL == 1, of_k_QL, np.nan)) for k, of_k_QL in self.precision.items()]
+        groups = [precision_metrics(k, values_QL, names, self.direction) for k, values_QL in values]
+        patients = [asked.patient for asked in self.asked]
+        return measure(groups, len(patients), resamples=resamples, seed=seed, groups=patients)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ClassRetrievalResult:
+    """Results, with the precision of every query."""
+
+    results: Results
+    classes: tuple[str, ...]
+    queries: tuple[Queries, ...]
+
+    def predictions(self) -> Iterator[Mapping[str, Any]]:
+        """Yield one JSON line per query: k -> class -> precision, for the classes that the query has."""
+        for one in self.queries:
+            for row, asked in enumerate(one.asked):
+                has = [column for column, value in enumerate(one.relevant_QL[row]) if value == 1]
+                yield {
+                    "direction": one.direction,
+                    **asked._asdict(),
+                    "precision": {
+                        str(k): {self.classes[column]: float(of_k_QL[row, column]) for column in has}
+                        for k, of_k_QL in one.precision.items()
+                    },
+                }
 
 
 def precision_at(similarity_QN: Tensor, relevant_NL: Tensor, ks: Sequence[int]) -> dict[int, Tensor]:
@@ -81,7 +136,7 @@ def image_retrieval(
     resamples: int = 1000,
     seed: int = 0,
     checkpoint: str | Path | None = None,
-) -> Results:
+) -> ClassRetrievalResult:
     """Evaluate retrieval of every image of a folder among the images of all other patients.
 
     The module docstring describes the protocol.
@@ -116,11 +171,11 @@ def image_retrieval(
         images.global_NE, images.global_NE, relevant_NL, ks, excluded=lambda rows: patient_N[rows, None] == patient_N
     )
     kept = [names[index] for index in used]
-    groups = _metric_groups(precision, relevant_NL, kept, "")
-    return Results(
+    queries = Queries("", precision, relevant_NL, [_asked(sample) for sample in samples])
+    results = Results(
         protocol=FOLDER_PROTOCOL,
         protocol_version=PROTOCOL_VERSION,
-        rows=measure(groups, len(samples), resamples=resamples, seed=seed, groups=patients),
+        rows=queries.measure(kept, resamples=resamples, seed=seed),
         config={"ks": list(ks), "policy": dataclasses.asdict(policy), "resamples": resamples, "seed": seed},
         inputs=inputs,
         details={
@@ -128,6 +183,7 @@ def image_retrieval(
             "chance": dict(zip(kept, relevant_NL.mean(axis=0).tolist(), strict=True)),
         },
     )
+    return ClassRetrievalResult(results, tuple(kept), (queries,))
 
 
 def class_retrieval(
@@ -139,7 +195,7 @@ def class_retrieval(
     resamples: int = 1000,
     seed: int = 0,
     checkpoint: str | Path | None = None,
-) -> Results:
+) -> ClassRetrievalResult:
     """Evaluate retrieval of the queries of a list among its candidates; the module docstring describes the protocol.
 
     Args:
@@ -166,15 +222,12 @@ def class_retrieval(
             *_text_queries(model, images, retrieval_list, position, ks),
             *_report_queries(model, images, samples, retrieval_list, position, ks),
         ]
-    rows: tuple[MetricRow, ...] = ()
-    for one in directions:
-        groups = _metric_groups(one.precision, one.relevant_QL, retrieval_list.classes, one.name)
-        rows += measure(groups, len(one.relevant_QL), resamples=resamples, seed=seed, groups=one.units)
-    chance_L = _relevance(retrieval_list.candidates, retrieval_list.classes).mean(axis=0)
-    return Results(
+    classes = tuple(retrieval_list.classes)
+    chance_L = _relevance(retrieval_list.candidates, classes).mean(axis=0)
+    results = Results(
         protocol=LIST_PROTOCOL,
         protocol_version=PROTOCOL_VERSION,
-        rows=rows,
+        rows=tuple(row for one in directions for row in one.measure(classes, resamples=resamples, seed=seed)),
         config={"ks": list(ks), "list": retrieval_list.name, "resamples": resamples, "seed": seed},
         inputs={**inputs, "list": retrieval_list.sha256},
         details={
@@ -182,19 +235,14 @@ def class_retrieval(
             "image_queries": len(retrieval_list.image_queries),
             "text_queries": len(retrieval_list.text_queries),
             "unreadable": counts,
-            "chance": dict(zip(retrieval_list.classes, chance_L.tolist(), strict=True)),
+            "chance": dict(zip(classes, chance_L.tolist(), strict=True)),
         },
     )
+    return ClassRetrievalResult(results, classes, tuple(directions))
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Direction:
-    """Queries of one kind with their precision."""
-
-    name: str
-    precision: dict[int, Array]  # k -> (Q, L)
-    relevant_QL: Array  # 1.0 if a query has a class
-    units: Sequence[Hashable]  # bootstrap unit of each query
+def _asked(sample: Sample) -> Asked:
+    return Asked(sample.key, sample.patient, subgroups_of(sample))
 
 
 def _image_queries(
@@ -203,7 +251,7 @@ def _image_queries(
     retrieval_list: RetrievalList,
     position: Mapping[str, int],
     ks: Sequence[int],
-) -> _Direction:
+) -> Queries:
     candidates, classes = retrieval_list.candidates, retrieval_list.classes
     queries = retrieval_list.image_queries or candidates
     key_N, key_Q = (np.array([key for key, _ in items]) for items in (candidates, queries))
@@ -214,19 +262,20 @@ def _image_queries(
         ks,
         excluded=lambda rows: torch.from_numpy(key_Q[rows, None] == key_N),
     )
-    patients = [samples[position[key]].patient for key, _ in queries]
-    return _Direction("image to image", precision, _relevance(queries, classes), patients)
+    asked = [_asked(samples[position[key]]) for key, _ in queries]
+    return Queries("image to image", precision, _relevance(queries, classes), asked)
 
 
 def _text_queries(
     model: Model, images: Embeddings, retrieval_list: RetrievalList, position: Mapping[str, int], ks: Sequence[int]
-) -> Iterator[_Direction]:
+) -> Iterator[Queries]:
     candidates, queries, classes = retrieval_list.candidates, retrieval_list.text_queries, retrieval_list.classes
     if queries:
         texts = embed_texts(model, [text for text, _ in queries])
         similarity_NQ = Similarity(model, _select(images, candidates, position), texts).matrix()
         precision = _precisions_of(similarity_NQ.T, _relevance(candidates, classes), ks)
-        yield _Direction("text to image", precision, _relevance(queries, classes), range(len(queries)))
+        asked = [Asked(text, f"text {number}", {}) for number, (text, _) in enumerate(queries)]
+        yield Queries("text to image", precision, _relevance(queries, classes), asked)
 
 
 def _report_queries(
@@ -236,7 +285,7 @@ def _report_queries(
     retrieval_list: RetrievalList,
     position: Mapping[str, int],
     ks: Sequence[int],
-) -> Iterator[_Direction]:
+) -> Iterator[Queries]:
     candidates = retrieval_list.candidates
     candidate_samples = [samples[position[key]] for key, _ in candidates]
     reports = [_text(sample) for sample in candidate_samples]
@@ -244,8 +293,8 @@ def _report_queries(
         texts = embed_texts(model, reports)
         similarity_NM = Similarity(model, _select(images, candidates, position), texts).matrix()
         relevant_NL = _relevance(candidates, retrieval_list.classes)
-        patients = [sample.patient for sample in candidate_samples]
-        yield _Direction("image to text", _precisions_of(similarity_NM, relevant_NL, ks), relevant_NL, patients)
+        asked = [_asked(sample) for sample in candidate_samples]
+        yield Queries("image to text", _precisions_of(similarity_NM, relevant_NL, ks), relevant_NL, asked)
 
 
 def _encode(model: Model, loader: Loader) -> tuple[Embeddings, list[Sample], dict[str, int]]:
@@ -309,17 +358,9 @@ def _too_few(candidates: int, ks: Sequence[int]) -> EvaluationError:
     )
 
 
-def _metric_groups(
-    precision: dict[int, Array], relevant_QL: Array, names: Sequence[str], direction: str
-) -> list[MetricGroup]:
-    """Return precision at each k of every class, over the queries that have it, and the mean over classes."""
-    return [
-        _with_macro(f"precision@{k}", np.where(relevant_QL == 1, precision_QL, np.nan), names, direction)
-        for k, precision_QL in precision.items()
-    ]
-
-
-def _with_macro(metric: str, values_QL: Array, names: Sequence[str], direction: str) -> MetricGroup:
+def precision_metrics(k: int, values_QL: Array, names: Sequence[str], direction: str) -> MetricGroup:
+    """Return precision at k of every class, over the queries that have it (else NaN), and the mean over classes."""
+    metric = f"precision@{k}"
     by_class = mean_metrics(metric, values_QL, names, subgroup=direction)
     macro = MetricRow(metric=metric, target="macro", subgroup=direction, n=len(values_QL))
 

@@ -103,11 +103,17 @@ class TextTaskResult:
     baselines: Mapping[str, Mapping[str, Predicted]]
 
     def predictions(self) -> Iterator[Mapping[str, Any]]:
-        """Yield one JSON line per test example: task, key, and the prediction of each seed."""
+        """Yield one JSON line per test example: task, key, document, label, and the prediction of each seed."""
         for name, examples in self.examples.items():
             for row, example in enumerate(examples):
                 found = [predicted[row] for predicted in self.runs[name].predictions]
-                yield {"task": name, "key": example.key, "predictions": found}
+                yield {
+                    "task": name,
+                    "key": example.key,
+                    "document": example.document,
+                    "label": example.label,
+                    "predictions": found,
+                }
 
 
 def evaluate_text_tasks(
@@ -215,7 +221,7 @@ def _run(
             autocast=options.autocast,
         )
         predicted = predict(model, encoded[split], autocast=options.autocast)
-        return predicted, summed_metric(task, splits[split], predicted)
+        return predicted, summed_metric(task, _labels(splits[split]), predicted)
 
     settings, dev = _chosen(list(options.grid), lambda each: score(each, options.seed, "dev")[1]())
     scored = [score(settings, options.seed + number, "test") for number in range(options.seeds)]
@@ -247,7 +253,7 @@ def _rows(
     def row(target: str) -> MetricRow:
         return MetricRow(metric=task.metric, target=target, n=len(test))
 
-    plain = {name: summed_metric(task, test, predicted) for name, predicted in without.items()}
+    plain = {name: summed_metric(task, _labels(test), predicted) for name, predicted in without.items()}
     groups: list[MetricGroup] = [mean_over_seeds(run.metrics, row(task.name))]
     groups += [metric.group(row(f"{task.name}: {name}")) for name, metric in plain.items()]
     best = max(plain, key=lambda name: _defined(plain[name]()))
@@ -261,6 +267,10 @@ def _rows(
         spread = statistics.stdev(metric() for metric in run.metrics)
         rows.append(MetricRow(metric=f"{task.metric}_sd", target=task.name, n=options.seeds, value=spread))
     return rows
+
+
+def _labels(examples: Sequence[TextExample]) -> Predicted:
+    return [example.label for example in examples]
 
 
 def _defined(value: float) -> float:

@@ -17,12 +17,12 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from medvl.data.text_tasks.tasks import TextExample, TextTask
+from medvl.data.text_tasks.tasks import TextTask
 from medvl.eval.core.metric_rows import MetricGroup, MetricRow
 from medvl.eval.core.metrics import Array
 
 Predicted = Sequence[str | float | tuple[str, ...]]
-"""Prediction of each example, in the form of `TextExample.label`."""
+"""Label or prediction of each example, in the form of `TextExample.label`."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -42,9 +42,9 @@ class Summed:
         return MetricGroup([row], lambda counts_NR: self.value(counts_NR.T @ self.sums_NK)[:, None])
 
 
-def summed_metric(task: TextTask, examples: Sequence[TextExample], predicted: Predicted) -> Summed:
-    """Return the metric of a task for predictions of its examples, in their order."""
-    pairs = [(example.label, guess) for example, guess in zip(examples, predicted, strict=True)]
+def summed_metric(task: TextTask, truth: Predicted, predicted: Predicted) -> Summed:
+    """Return the metric of a task for predictions of its examples, in the order of their labels."""
+    pairs = list(zip(truth, predicted, strict=True))
     match task.kind:
         case "entities":
             return Summed(np.array([_entity_counts(*pair) for pair in pairs], float).reshape(-1, 3), _f1)

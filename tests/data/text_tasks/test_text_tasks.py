@@ -244,11 +244,11 @@ def test_original_text_caps_relations(real_data: Path) -> None:
         by_text.setdefault(example.texts[0], []).append(str(example.label))
     right = sum(max(labels.count(name) for name in set(labels)) for labels in by_text.values())
     assert right / len(test) == pytest.approx(0.870, abs=5e-4)
-    best, penalty = 0.0, 0.5
+    best, penalty, truth = 0.0, 0.5, [example.label for example in test]
     for _ in range(20):  # F1 = 2 tp / (found + true) is largest where tp - f / 2 found is, with f the F1 itself
         chosen = {text: _best_label(labels, penalty) for text, labels in by_text.items()}
         predicted = [chosen[example.texts[0]] for example in test]
-        best, penalty = summed_metric(TASKS["ddi"], test, predicted)(), best / 2
+        best, penalty = summed_metric(TASKS["ddi"], truth, predicted)(), best / 2
     assert best == pytest.approx(0.550, abs=5e-4)
 
 

@@ -204,7 +204,7 @@ def test_read_items_rejects_predictions_of_other_results(tmp_path: Path) -> None
     path.write_text('{"key": 1}\n')
     with raises(EvaluationError, "malformed", names="KeyError"):
         read_items(tmp_path / "a", results)
-    assert read_items(tmp_path / "a", dataclasses.replace(results, protocol="image_retrieval")) is None
+    assert read_items(tmp_path / "a", dataclasses.replace(results, protocol="another")) is None
 
 
 def test_read_items_gives_the_metrics_of_both_directions(tmp_path: Path) -> None:

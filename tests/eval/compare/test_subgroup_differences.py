@@ -34,6 +34,7 @@ from medvl.eval.masked_prediction.words import HiddenWord, Sentences
 from medvl.eval.matching.evaluate import Items, MatchingResult, matching_groups
 from medvl.eval.probing.evaluate import ProbeResult
 from medvl.eval.report_generation.evaluate import GeneratedReport, evaluate_reports
+from medvl.eval.retrieval.by_class import Asked, ClassRetrievalResult, Queries, precision_metrics
 from medvl.eval.retrieval.image_text import Gallery, RetrievalResult, rank_rows
 from medvl.eval.vqa.evaluate import evaluate_answers
 from medvl.eval.vqa.predictions import Prediction
@@ -83,6 +84,16 @@ def retrieval(worse_N: np.ndarray) -> Made:
         results_of("image_text_retrieval", [], ks=[1, 5]), rows=rank_rows(gallery, ranks, (1, 5), 0, 0)
     )
     return of_results(RetrievalResult.from_ranks(gallery, ranks, results, SOURCE))
+
+
+def by_class(worse_N: np.ndarray) -> Made:
+    """Of the five nearest images all have the class, or none."""
+    asked = [Asked(sample.key, sample.patient, subgroups_of(sample)) for sample in SAMPLES]
+    precision_Q1 = np.where(worse_N, 0.0, 1.0)[:, None]
+    queries = Queries("", {5: precision_Q1}, np.ones((COUNT, 1)), asked)
+    results = results_of("image_retrieval", [precision_metrics(5, precision_Q1, ["Edema"], "")], ks=[5])
+    results = dataclasses.replace(results, details={"chance": {"Edema": 1.0}})
+    return of_results(ClassRetrievalResult(results, ("Edema",), (queries,)))
 
 
 def matching(worse_N: np.ndarray) -> Made:
@@ -183,6 +194,7 @@ CASES: dict[str, tuple[Callable[[np.ndarray], Made], str, float, float]] = {
     "grounding": (grounding, "cnr/overall", -0.5, -0.25),
     "image_text_retrieval": (retrieval, "recall@1/image_to_text", -0.5, -0.25),
     "texts": (retrieval, "recall@1/text_to_image", -1.0, -0.5),
+    "image_retrieval": (by_class, "precision@5/Edema", -0.5, -0.25),
     "image_text_matching": (matching, "above_other/all", -0.5, -0.25),
     "vqa": (vqa, "accuracy/open", -0.5, -0.25),
     "gain": (vqa, "gain_over_question_only/overall", -0.25, -0.125),

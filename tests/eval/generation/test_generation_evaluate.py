@@ -26,7 +26,9 @@ from medvl.data.tokenizer.tokenizer import train_wordpiece
 from medvl.data.transforms.image import EvalTransform
 from medvl.errors import ConfigError, EvaluationError, SplitError
 from medvl.eval import MetricRow, read_results
+from medvl.eval.compare.compare import compare, find_runs
 from medvl.eval.core.publish import PageHeader
+from medvl.eval.core.results import write_results
 from medvl.eval.generation.evaluate import GenerationModels, GenerationOptions, evaluate_generation
 from medvl.eval.generation.fidelity import FidelityOptions
 from medvl.eval.generation.findings import Resampling
@@ -127,6 +129,36 @@ def test_copies_of_any_training_image_are_caught(result):
     assert result.results.details["nearest"]["pixels"]["guidance 5"] < 0.01
     assert [text.split(":")[0] for text in describe_copies(result.results.rows)] == ["Memorisation, guidance 5"]
     assert "Memorisation, guidance 5" in result.table()
+
+
+def test_two_generators_are_paired_by_prompt(result, tmp_path):
+    """The second generator shows the opposite of every prompt at guidance 3, and copies nothing at guidance 5."""
+
+    def worse(line):
+        if line["set"] == "guidance 3":
+            return line | {"logits": {name: -value for name, value in line["logits"].items()}}
+        return line | {"too_near": [] if line["set"] == "guidance 5" else line["too_near"]}
+
+    changed = {("auroc", "guidance 3"): lambda value: 1 - value, ("too_near", "guidance 5"): lambda value: 0.0}
+    rows = [
+        dataclasses.replace(row, value=changed.get((row.metric, row.subgroup), lambda value: value)(row.value))
+        for row in result.results.rows
+    ]
+    inputs = result.results.inputs | {"generator": "other", "images, guidance 3": "other"}
+    other = dataclasses.replace(result.results, rows=tuple(rows), inputs=inputs)
+    write_results(result.results, tmp_path / "first", result.predictions())
+    write_results(other, tmp_path / "second", map(worse, result.predictions()))
+    ((_, runs),) = find_runs([tmp_path / "first", tmp_path / "second"]).items()
+    comparison = compare(runs, resamples=50)
+    assert not comparison.notes
+    (differences,) = comparison.differences
+    value = result.row("auroc", "macro", "guidance 3").value
+    assert differences["auroc/macro (guidance 3)"].value == pytest.approx(1 - 2 * value)
+    assert differences["auroc/macro (guidance 3)"].high < 0
+    assert differences["auroc/macro (guidance 1)"].value == 0
+    near = differences["too_near/pixels (guidance 5)"]
+    assert near.value == pytest.approx(-result.row("too_near", "pixels", "guidance 5").value)
+    assert near.high < 0
 
 
 def test_blurred_images_are_not_called_copies():

@@ -14,7 +14,9 @@ from helpers.retrieval_images import noisy_images, unit_images
 from medvl.data.privacy.deidentify import Deidentifier
 from medvl.errors import CorpusError, EvaluationError
 from medvl.eval import RetrievalList, class_retrieval, image_retrieval
+from medvl.eval.compare.compare import compare, find_runs
 from medvl.eval.core.publish import PageHeader
+from medvl.eval.core.results import write_results
 from medvl.eval.retrieval.by_class import precision_at
 from medvl.eval.retrieval.by_class_page import write_class_retrieval_page
 from medvl.eval.retrieval.candidate_lists import CHEXPERT_8X200, read_chexpert_8x200, sample_list
@@ -62,7 +64,7 @@ def test_constant_similarity_gives_the_lowest_possible_precision() -> None:
 
 def test_images_are_retrieved_among_other_patients() -> None:
     loader = loader_of(labelled(), patients=20)  # three images a patient
-    results = image_retrieval(FakeModel(), loader, ks=(5,), resamples=0)
+    results = image_retrieval(FakeModel(), loader, ks=(5,), resamples=0).results
     images, labels_NL = unit_images(loader), labelled()
     similarity = images @ images.T
     values: dict[int, list[float]] = {0: [], 1: [], 2: []}
@@ -83,14 +85,14 @@ def test_images_are_retrieved_among_other_patients() -> None:
 def test_uncertain_labels_are_neither_hits_nor_queries() -> None:
     labels_NL = labelled()
     labels_NL[0] = [-1, 0, 1]
-    results = image_retrieval(FakeModel(), loader_of(labels_NL), ks=(5,), resamples=0)
+    results = image_retrieval(FakeModel(), loader_of(labels_NL), ks=(5,), resamples=0).results
     assert results.row("precision@5", "Edema").n == (labels_NL[:, 0] == 1).sum()
     assert results.details["labels"]["Edema"]["uncertain"] == 1
 
 
 def test_intervals_resample_patients() -> None:
     loader = loader_of(labelled(), patients=12)
-    row = image_retrieval(FakeModel(), loader, ks=(5,), resamples=200).row("precision@5", "macro")
+    row = image_retrieval(FakeModel(), loader, ks=(5,), resamples=200).results.row("precision@5", "macro")
     assert row.low < row.value < row.high
 
 
@@ -115,7 +117,7 @@ def test_image_and_text_queries_are_evaluated_over_the_listed_candidates() -> No
     loader = loader_of(labelled())
     candidates = make_list(loader)
     model = FakeModel()
-    results = class_retrieval(model, loader, candidates, ks=(4,), resamples=10)
+    results = class_retrieval(model, loader, candidates, ks=(4,), resamples=10).results
     images, labels_NL = unit_images(loader), labelled()
     pool = range(6, 60)
     by_text = []
@@ -139,6 +141,28 @@ def test_image_and_text_queries_are_evaluated_over_the_listed_candidates() -> No
     assert not model.head.training or model.training  # the mode is restored
 
 
+def test_two_models_are_paired_in_every_direction(tmp_path: Path) -> None:
+    texts = [NAMES[int(row.argmax())] for row in labelled()]
+    for name, noise in (("near", 20), ("far", 200)):
+        loader = loader_of(labelled(), noise=noise, patients=20)
+        loader.source.samples = [
+            dataclasses.replace(sample, sections={"impression": text})
+            for sample, text in zip(loader.source.samples, texts, strict=True)
+        ]
+        result = class_retrieval(FakeModel(), loader, make_list(loader), ks=(4,), resamples=10)
+        write_results(result.results, tmp_path / name, result.predictions())
+    ((_, runs),) = find_runs([tmp_path / "near", tmp_path / "far"]).items()
+    comparison = compare(runs, resamples=50)
+    (differences,) = comparison.differences
+    assert not comparison.notes
+    for direction in ("image to image", "text to image", "image to text"):
+        far, near = (run.results.row("precision@4", "macro", direction).value for run in (runs[1], runs[0]))
+        assert differences[f"precision@4/macro ({direction})"].value == pytest.approx(far - near)
+        assert far < near
+    lines = [json.loads(line) for line in (tmp_path / "near/predictions.jsonl").read_text().splitlines()]
+    assert len(lines) == 6 + 3 + 54, "image queries, text queries, and the candidates with reports"
+
+
 def test_candidates_and_their_reports_are_queries_without_image_queries() -> None:
     labels_NL = labelled(30)
     loader = loader_of(labels_NL, noise=5)
@@ -147,7 +171,7 @@ def test_candidates_and_their_reports_are_queries_without_image_queries() -> Non
         for sample, row in zip(loader.source.samples, labels_NL, strict=True)
     ]
     candidates = dataclasses.replace(make_list(loader, 0), text_queries=())
-    results = class_retrieval(FakeModel(), loader, candidates, ks=(5,), resamples=0)
+    results = class_retrieval(FakeModel(), loader, candidates, ks=(5,), resamples=0).results
     assert results.row("precision@5", "macro", "image to image").n == 30
     assert results.row("precision@5", "macro", "image to image").value > 0.9
     assert results.row("precision@5", "macro", "image to text").value > 0.9
@@ -273,11 +297,11 @@ def test_chexpert_8x200_is_read_with_the_keys_of_the_shards(tmp_path: Path, deid
 
 def test_page_shows_every_direction(tmp_path: Path) -> None:
     loader = loader_of(labelled())
-    results = class_retrieval(FakeModel(), loader, make_list(loader), ks=(4, 8), resamples=10)
+    results = class_retrieval(FakeModel(), loader, make_list(loader), ks=(4, 8), resamples=10).results
     page = write_class_retrieval_page(results, tmp_path / "index.html", PageHeader(model="m", data="noise")).read_text()
     for text in ("Image to image", "Text to image", "Precision@8", "Chance", "List"):
         assert text in page
-    alone = image_retrieval(FakeModel(), loader, ks=(4,), resamples=10)
+    alone = image_retrieval(FakeModel(), loader, ks=(4,), resamples=10).results
     assert (
         "Precision@4"
         in write_class_retrieval_page(alone, tmp_path / "a.html", PageHeader(model="m", data="d")).read_text()

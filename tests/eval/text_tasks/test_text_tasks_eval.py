@@ -28,10 +28,14 @@ from medvl.eval import (
     evaluate_text_tasks,
     read_results,
 )
+from medvl.eval.compare.compare import compare, find_runs
+from medvl.eval.core.metric_rows import MetricRow, measure
+from medvl.eval.core.results import Results, write_results
 from medvl.eval.text_tasks.baselines import baselines
 from medvl.eval.text_tasks.encoding import encode_task
+from medvl.eval.text_tasks.evaluate import TaskRun, TextTaskResult
 from medvl.eval.text_tasks.finetune import finetune, predict
-from medvl.eval.text_tasks.metrics import entity_spans, summed_metric
+from medvl.eval.text_tasks.metrics import entity_spans, mean_over_seeds, summed_metric
 from medvl.models.downstream.text_head import TextHead
 
 SIZES = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64}
@@ -99,23 +103,23 @@ def test_metrics_equal_their_definitions() -> None:
     names = list(TASKS["ddi"].labels)
     truth, guess = ([rng.choice(names) for _ in range(200)] for _ in range(2))
     expected = f1_score(truth, guess, labels=names[1:], average="micro")
-    assert summed_metric(TASKS["ddi"], make(truth), guess)() == pytest.approx(expected)
+    assert summed_metric(TASKS["ddi"], truth, guess)() == pytest.approx(expected)
     elements = list(TASKS["ebm-pico"].labels)
     words = [tuple(rng.choice(elements) for _ in range(5)) for _ in range(2 * 30)]
     flat = [[tag for tags in part for tag in tags] for part in (words[:30], words[30:])]
     expected = f1_score(*flat, labels=elements[1:], average="macro")
-    assert summed_metric(TASKS["ebm-pico"], make(words[:30]), words[30:])() == pytest.approx(expected)
+    assert summed_metric(TASKS["ebm-pico"], words[:30], words[30:])() == pytest.approx(expected)
     topics = TASKS["hoc"].labels
     sets = [tuple(topic for topic in topics if rng.random() < 0.3) for _ in range(60)]
     binary = [np.array([[topic in row for topic in topics] for row in part]) for part in (sets[:30], sets[30:])]
     expected = f1_score(*binary, average="micro")
-    assert summed_metric(TASKS["hoc"], make(sets[:30]), sets[30:])() == pytest.approx(expected)
+    assert summed_metric(TASKS["hoc"], sets[:30], sets[30:])() == pytest.approx(expected)
     a, b = [1000 + rng.random() for _ in range(40)], [rng.random() for _ in range(40)]
-    assert summed_metric(TASKS["biosses"], make(a), b)() == pytest.approx(np.corrcoef(a, b)[0, 1])
-    assert np.isnan(summed_metric(TASKS["biosses"], make([1.0, 1.0]), [1.0, 2.0])())
-    answers = summed_metric(TASKS["pubmedqa"], make(["yes", "no", "maybe"]), ["yes", "no", "no"])
+    assert summed_metric(TASKS["biosses"], a, b)() == pytest.approx(np.corrcoef(a, b)[0, 1])
+    assert np.isnan(summed_metric(TASKS["biosses"], [1.0, 1.0], [1.0, 2.0])())
+    answers = summed_metric(TASKS["pubmedqa"], ["yes", "no", "maybe"], ["yes", "no", "no"])
     assert answers() == pytest.approx(2 / 3)
-    tags = summed_metric(TASKS["bc2gm"], make([("B", "I", "O"), ("B", "O", "B")]), [("B", "O", "O"), ("B", "O", "B")])
+    tags = summed_metric(TASKS["bc2gm"], [("B", "I", "O"), ("B", "O", "B")], [("B", "O", "O"), ("B", "O", "B")])
     assert tags() == pytest.approx(2 * 2 / (2 * 2 + 1 + 1))
 
 
@@ -169,7 +173,7 @@ def test_fine_tuning_learns_and_repeats_itself(encoder: EvaluatedEncoder) -> Non
         return model, predict(model, test)
 
     (first, predicted), (second, again) = run(3), run(3)
-    assert summed_metric(task, test.examples, predicted)() > 0.95
+    assert summed_metric(task, [example.label for example in test.examples], predicted)() > 0.95
     assert predicted == again
     assert all(torch.equal(a, b) for a, b in zip(first.parameters(), second.parameters(), strict=True))
     assert all(parameter.grad is not None for parameter in first.parameters())
@@ -278,6 +282,38 @@ def test_command_writes_results_and_a_page(
     page = (out / "index.html").read_text()
     assert "dictionary" in page
     assert "Test by seed" in page
+
+
+def test_two_encoders_are_paired_in_every_task(tmp_path: Path) -> None:
+    """Two seeds, of which the second encoder misses all entities and half of the answers in one."""
+    rows = {"bc5-chem": sentences(30, 1), "pubmedqa": make(["yes", "no", "maybe"] * 10)}
+    truth = {name: [example.label for example in examples] for name, examples in rows.items()}
+    wrong: dict[str, list[Any]] = {
+        "bc5-chem": [("O",) * len(example.texts) for example in rows["bc5-chem"]],
+        "pubmedqa": ["yes" if n % 2 else label for n, label in enumerate(truth["pubmedqa"])],
+    }
+    for folder, second in (("right", truth), ("worse", wrong)):
+        runs, groups = {}, []
+        for name, examples in rows.items():
+            predictions = (truth[name], second[name])
+            metrics = tuple(summed_metric(TASKS[name], truth[name], predicted) for predicted in predictions)
+            runs[name] = TaskRun(settings=FinetuneSettings(), dev=None, predictions=predictions, metrics=metrics, cut=0)
+            row = MetricRow(metric=TASKS[name].metric, target=name, n=len(examples))
+            groups += list(measure([mean_over_seeds(metrics, row)], len(examples), resamples=0))
+        results = Results(
+            protocol="text_tasks", protocol_version=1, rows=tuple(groups), config={}, inputs={"checkpoint": folder}
+        )
+        result = TextTaskResult(results=results, examples=rows, runs=runs, baselines={})
+        write_results(results, tmp_path / folder, result.predictions())
+    ((_, found),) = find_runs([tmp_path / "right", tmp_path / "worse"]).items()
+    comparison = compare(found, resamples=100)
+    assert not comparison.notes
+    (differences,) = comparison.differences
+    assert differences["entity_f1/bc5-chem"].value == pytest.approx(-0.5)  # the mean over the seeds
+    share = np.mean([guess == label for guess, label in zip(wrong["pubmedqa"], truth["pubmedqa"], strict=True)])
+    accuracy = differences["accuracy/pubmedqa"]
+    assert accuracy.value == pytest.approx((share - 1) / 2)
+    assert accuracy.low < accuracy.value < accuracy.high < 0
 
 
 def test_missing_splits_and_wrong_settings(tmp_path: Path, encoder: EvaluatedEncoder) -> None:
