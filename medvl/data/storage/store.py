@@ -7,6 +7,8 @@ module: those quote addresses that servers redirect to, with signatures in them.
 """
 
 import errno
+import functools
+import importlib
 import importlib.util
 import logging
 import os
@@ -45,6 +47,7 @@ FIRST_PAUSE, MAX_PAUSE = 0.5, 20.0
 """Pauses between repetitions in seconds: the first, doubled each time, and the longest. With 8 repetitions a store that
 fails for about a minute is waited for."""
 _WHOLE = 2**30  # bytes that a file of unknown size is given time for
+_CONNECT = 10.0  # seconds to connect
 _SILENCE, _LEAST_RATE = 30.0, 64 * 2**10  # a request may take 30 seconds and one for every 64 KiB
 
 Kind = Literal["missing", "denied", "refused", "network"]
@@ -114,6 +117,8 @@ def list_files(url: str) -> dict[str, int]:
         try:
             found = files.find(path, detail=True)
         except FileNotFoundError:
+            return {}
+        if isinstance(found, list):  # adlfs, of a path that is a file
             return {}
         return {name.removeprefix(root): int(info["size"]) for name, info in found.items() if name.startswith(root)}
 
@@ -194,19 +199,50 @@ def _open(scheme: str) -> Any:
         message = f"{scheme}:// needs the package {PACKAGES[scheme]}: pip install 'medvl[remote]'"
         raise ConfigError(message, "missing", field="address")
     options: dict[str, Any] = {"use_listings_cache": False, "skip_instance_cache": True}
-    stated = fsspec.config.conf.get(scheme, {})
+    opener = {"s3": _open_s3, "gs": _open_google, "az": _open_azure, "abfs": _open_azure}.get(scheme)
+    if opener is not None:
+        return opener(scheme, options)
     if scheme in ("http", "https"):
         import aiohttp
 
-        timeout = aiohttp.ClientTimeout(total=None, sock_connect=10, sock_read=_SILENCE)
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT, sock_read=_SILENCE)
+        stated = fsspec.config.conf.get(scheme, {})
         options["client_kwargs"] = {"timeout": timeout, "trust_env": True, **stated.get("client_kwargs", {})}
-    elif scheme == "s3":
-        limits: dict[str, Any] = {"connect_timeout": 10, "read_timeout": _SILENCE, "max_pool_connections": 2 * THREADS}
-        limits["retries"] = {"total_max_attempts": 1}  # repeated here, not in three places
-        options["config_kwargs"] = limits | stated.get("config_kwargs", {})
-    files = fsspec.filesystem(scheme, **options)
-    if scheme == "s3":
-        files.retries = 1
+    return fsspec.filesystem(scheme, **options)
+
+
+# The libraries of the three clouds repeat requests themselves, two of them with pauses of up to half a minute. Requests
+# are repeated here instead, in one place.
+
+
+def _open_s3(scheme: str, options: dict[str, Any]) -> Any:
+    import fsspec
+
+    limits: dict[str, Any] = {
+        "connect_timeout": _CONNECT,
+        "read_timeout": _SILENCE,
+        "max_pool_connections": 2 * THREADS,
+    }
+    limits["retries"] = {"total_max_attempts": 1}
+    stated = fsspec.config.conf.get(scheme, {})
+    files = fsspec.filesystem(scheme, **options, config_kwargs=limits | stated.get("config_kwargs", {}))
+    files.retries = 1
+    return files
+
+
+def _open_google(scheme: str, options: dict[str, Any]) -> Any:
+    """Open the JSON API; fsspec's default first asks another service for the kind of bucket, which can hang."""
+    opened = importlib.import_module("gcsfs.core").GCSFileSystem
+    files = opened(**options, requests_timeout=_SILENCE)
+    files._request = functools.partial(opened._request.__wrapped__, files)
+    return files
+
+
+def _open_azure(scheme: str, options: dict[str, Any]) -> Any:
+    import fsspec
+
+    files = fsspec.filesystem(scheme, **options, connection_timeout=_CONNECT, read_timeout=_SILENCE)
+    files.service_client._config.retry_policy.total_retries = 0
     return files
 
 
@@ -261,7 +297,8 @@ def _kind_of(error: Exception) -> Kind:
         return _kind_of(cause)  # fsspec reports every failure to ask a web server for a size as a missing file
     if _code(error) == "InvalidRange":
         return "network"
-    status = _status(error)
+    said = str(error).partition(":")[0]  # gcsfs has no status in these two
+    status = {"Forbidden": 403, "Bad Request": 400}.get(said) or _status(error)
     names = [kind.__name__ for kind in type(error).__mro__]
     if isinstance(error, FileNotFoundError) or status in _MISSING_STATUS:
         return "missing"
@@ -274,7 +311,10 @@ def _kind_of(error: Exception) -> Kind:
     if isinstance(error, OSError) and error.errno in _REFUSED_ERRNO:
         return "refused"
     module = type(error).__module__.partition(".")[0]
-    libraries = ("aiohttp", "aiobotocore", "botocore", "urllib3", "requests", "httpx", "httpcore", "google", "azure")
+    libraries = (
+        *("aiohttp", "aiobotocore", "botocore", "urllib3", "requests", "httpx", "httpcore"),
+        *("google", "gcsfs", "azure", "adlfs"),
+    )
     if isinstance(error, OSError | TimeoutError | EOFError | _ShortError) or module in libraries:
         return "network"
     raise error
