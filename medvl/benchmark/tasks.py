@@ -46,8 +46,7 @@ _MEAN = ("macro_competition", "macro")
 _ON_STATEMENTS = (RadZero, CARZero, MedKLIP, KAD)
 """Systems that compare statements, or ask about them: their zero-shot prompts are `statements`, without a negative."""
 _ASKING = (MedKLIP, KAD)
-"""Systems whose patches and texts have no common space: their maps are the decoder's attention. Their papers do not
-retrieve, and each pair of an image and a text would be a pass of the decoder."""
+"""Systems whose patches and texts have no common space: their maps are the decoder's attention."""
 
 
 _ALONE = subgroup_of(QUESTION_ONLY)
@@ -226,7 +225,7 @@ TASKS: Mapping[str, Task] = {
         columns=_fixed(Column(title="zero-shot AUROC", metric="auroc", targets=_MEAN)),
     ),
     "retrieval": Task(
-        fits=lambda cls: issubclass(cls, DualEncoder) and not issubclass(cls, _ASKING),
+        fits=_is(DualEncoder),
         evaluate=_retrieval,
         columns=_fixed(
             Column(title="R@10 image to text", metric="recall@10", targets=("image_to_text",)),

@@ -19,6 +19,7 @@ from medvl.data.reports.entities import PLACES, describe, mirrored_positions, po
 from medvl.encoders import create_image_encoder
 from medvl.errors import CheckpointError, ConfigError
 from medvl.models import MedKLIP
+from medvl.models.dual_encoders.bases import queries
 from medvl.models.dual_encoders.parts.query_decoder import QueryDecoder, QueryDecoderConfig
 from medvl.schema import Batch, Inputs, Sample
 
@@ -110,6 +111,30 @@ def test_named_entities_ask_the_book_and_others_do_not_change_each_other() -> No
     torch.testing.assert_close(pairs_N, scores_NM[:, 1:5].diagonal())
     maps = model.attention_maps(batch.image_BCHW[:2], ["Edema", "There is a wire."], [(64, 64), (70, 64)])
     assert [tuple(map_HW.shape) for map_HW in maps] == [(64, 64), (70, 64)]
+
+
+def test_further_texts_read_the_book_and_the_book_does_not_read_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also in several passes, with known texts between them and with none."""
+    model, batch = medklip().eval(), make_batch()
+    images = model.embed_images(batch.image_BCHW)
+    texts = [f"There is sign {number}." for number in range(7)]
+    vectors_MD = model.embed_texts(texts).global_NE
+    alone_BQD = model.ask(images.local_NPE)[0]
+    states_BQD = model.ask(images.local_NPE, vectors_MD[None])[0]
+    torch.testing.assert_close(states_BQD[:, :-7], alone_BQD)
+    for number in range(7):
+        one_BQD = model.ask(images.local_NPE, vectors_MD[None, number : number + 1])[0]
+        torch.testing.assert_close(states_BQD[:, number - 7], one_BQD[:, -1])
+    with torch.no_grad():
+        model.book.vectors_QD += 1.0  # the others follow the book
+    assert not torch.allclose(model.ask(images.local_NPE, vectors_MD[None])[0][:, -7:], states_BQD[:, -7:])
+    with torch.no_grad():
+        model.book.vectors_QD -= 1.0
+    asked = [*texts[:3], "Edema", *texts[3:], "Pneumothorax"]
+    expected_NM = model.similarity(images, model.embed_texts(asked))
+    monkeypatch.setattr(queries, "_QUERIES", 3)
+    torch.testing.assert_close(model.similarity(images, model.embed_texts(asked)), expected_NM)
+    torch.testing.assert_close(model.similarity(images, model.embed_texts(asked[3:4])), expected_NM[:, 3:4])
 
 
 def test_swapped_entities_have_swapped_scores() -> None:

@@ -22,6 +22,9 @@ from medvl.models.dual_encoders.parts.query_book import QueryBook
 from medvl.models.dual_encoders.parts.query_decoder import QueryDecoder, QueryDecoderConfig
 from medvl.schema import FINDINGS, Batch, Embeddings, Inputs, Losses
 
+_QUERIES = 256
+"""Further queries of one pass of the decoder, whose memory grows with their square."""
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class QueryConfig(QueryDecoderConfig, DualEncoderConfig):
@@ -42,8 +45,9 @@ class QueryEncoder(TextMaps):
     predicts which entities are present.
 
     A text that names an entity of the book (name, statement or description) selects that entity's query. Any other text
-    is added to the book as a further query, one at a time, as in the papers: queries attend to each other, so that its
-    score depends on the book, but never on the other texts of an evaluation.
+    is a further query beside the book, as in the papers. Queries attend to each other; a further query attends to the
+    book and to itself, and the book does not attend to it. In the published code the book attends to it as well, so
+    that the scores of all entities depend on it, and every text needs a pass of its own.
 
     Attributes:
         image_head: from the cells of the grid to the decoder's width.
@@ -142,13 +146,17 @@ class QueryEncoder(TextMaps):
     def ask(self, grid_BPD: Tensor, more_BMD: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Return the states of all entities (B, Q, A x D), aspect after aspect, and their mean attention (B, Q, P).
 
-        The entities are those of the book, then those of `more_BMD` (B or 1, M, A x D), from `unnormalized_text`.
+        The entities are those of the book, then those of `more_BMD` (B or 1, M, A x D), from `unnormalized_text`, each
+        of which reads the book and itself.
         """
-        parts = [self.queries()[None]]
+        parts, reads_QQ = [self.queries()[None]], None
         if more_BMD is not None:
             parts.append(more_BMD.unflatten(2, (self.aspects, -1)).flatten(1, 2))
+            book, number_M = parts[0].shape[1], torch.arange(more_BMD.shape[1], device=grid_BPD.device)
+            of_Q = torch.cat([number_M.new_full((book,), -1), number_M.repeat_interleave(self.aspects)])
+            reads_QQ = (of_Q[None] == -1) | (of_Q[:, None] == of_Q)
         query_BQD = torch.cat([self.text_head(part).expand(len(grid_BPD), -1, -1) for part in parts], dim=1)
-        states_BQD, attention_BQP = self.decoder.with_attention(query_BQD, grid_BPD)
+        states_BQD, attention_BQP = self.decoder.with_attention(query_BQD, grid_BPD, reads_QQ=reads_QQ)
         by_entity = (-1, self.aspects)
         return states_BQD.unflatten(1, by_entity).flatten(2), attention_BQP.unflatten(1, by_entity).mean(dim=2)
 
@@ -160,16 +168,15 @@ class QueryEncoder(TextMaps):
     def similarity(self, images: Embeddings | Tensor, texts: Embeddings | Sequence[str]) -> Tensor:
         """Return (N, M): the logarithm of the odds that what a text names is there; no cosine."""
         image, text = self.embedded(images, texts)
-        grid_NPD = self._grid_of(image)
-        known_NQ = self._odds(self.ask(grid_NPD)[0])
-        columns = []
-        for number, row in enumerate(self._rows(text.global_NE).tolist()):
-            more_11D = text.global_NE[None, number : number + 1]
-            columns.append(known_NQ[:, row] if row >= 0 else self._odds(self.ask(grid_NPD, more_11D)[0])[:, -1])
-        return torch.stack(columns, dim=1) if columns else known_NQ[:, :0]
+        grid_NPD, row_M = self._grid_of(image), self._rows(text.global_NE)
+        odds_NQ, further_MD = self._odds(self.ask(grid_NPD)[0]), text.global_NE[row_M < 0]
+        parts = further_MD.split(max(1, _QUERIES // self.aspects)) if len(further_MD) else ()
+        further = [self._odds(self.ask(grid_NPD, part_MD[None])[0])[:, -len(part_MD) :] for part_MD in parts]
+        place_M = odds_NQ.shape[1] + (row_M < 0).cumsum(dim=0) - 1
+        return torch.cat([odds_NQ, *further], dim=1)[:, torch.where(row_M < 0, place_M, row_M)]
 
     def pair_similarity(self, images: Embeddings, texts: Embeddings) -> Tensor:
-        """See the base class: one pass of the decoder, where `similarity` needs one for each text."""
+        """See the base class: one pass of the decoder."""
         odds_N, _ = self._ask_pairs(self._grid_of(images), texts.global_NE)
         return odds_N
 
@@ -182,18 +189,9 @@ class QueryEncoder(TextMaps):
 
     def _ask_pairs(self, grid_NPD: Tensor, vectors_ND: Tensor) -> tuple[Tensor, Tensor]:
         """Return the log-odds (N,) and the attention (N, P) of each image's own text."""
-        row_N = self._rows(vectors_ND)
-        odds_N, attention_NP = grid_NPD.new_zeros(len(row_N), dtype=torch.float32), torch.zeros_like(grid_NPD[..., 0])
-        for chosen_N in (row_N >= 0, row_N < 0):
-            if chosen_N.any():
-                known = bool(row_N[chosen_N][0] >= 0)
-                states_BQD, attention_BQP = self.ask(grid_NPD[chosen_N], None if known else vectors_ND[chosen_N, None])
-                pair = torch.arange(len(states_BQD)), row_N[chosen_N]  # -1: the last one, the text beside the book
-                odds_N[chosen_N], attention_NP[chosen_N] = (
-                    self._odds(states_BQD)[pair],
-                    attention_BQP[pair].to(attention_NP),
-                )
-        return odds_N, attention_NP
+        states_BQD, attention_BQP = self.ask(grid_NPD, vectors_ND[:, None])
+        pair = torch.arange(len(grid_NPD)), self._rows(vectors_ND)  # -1: the text itself, behind the book
+        return self._odds(states_BQD)[pair], attention_BQP[pair]
 
     def forward(self, batch: Batch) -> Losses:
         """Return the losses of a batch. Samples without an image are left out; means are over all ranks."""

@@ -40,8 +40,8 @@ class QueryDecoder(nn.Module):
     Args:
         dim: width of queries and memory.
         config: sizes.
-        self_attention: whether queries attend to each other. The score of a query then depends on the others: score
-            unseen queries beside the trained ones, as the papers do.
+        self_attention: whether queries attend to each other. The score of a query then depends on the others, unless
+            `reads_QQ` hides them from it.
         shared_norm: apply the last norm to queries and memory as well (KAD, CARZero).
     """
 
@@ -55,17 +55,31 @@ class QueryDecoder(nn.Module):
 
     def forward(self, query_BQD: Tensor, memory_BKD: Tensor, mask_BK: Tensor | None = None) -> Tensor:
         """Return (B, Q, D). `mask_BK` is True on real positions; None: all are. A memory without any adds nothing."""
-        return self._decode(query_BQD, memory_BKD, mask_BK, attention=False)[0]
+        return self._decode(query_BQD, memory_BKD, mask_BK, None, attention=False)[0]
 
     def with_attention(
-        self, query_BQD: Tensor, memory_BKD: Tensor, mask_BK: Tensor | None = None
+        self,
+        query_BQD: Tensor,
+        memory_BKD: Tensor,
+        mask_BK: Tensor | None = None,
+        *,
+        reads_QQ: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Return (B, Q, D), and (B, Q, K), the attention to the memory, averaged over heads and layers (MedKLIP)."""
-        states_BQD, weights = self._decode(query_BQD, memory_BKD, mask_BK, attention=True)
+        """Return (B, Q, D), and (B, Q, K), the attention to the memory, averaged over heads and layers (MedKLIP).
+
+        `reads_QQ` is True where the query of the row attends to that of the column; None: everywhere.
+        """
+        states_BQD, weights = self._decode(query_BQD, memory_BKD, mask_BK, reads_QQ, attention=True)
         return states_BQD, torch.stack(weights).mean(dim=0)
 
     def _decode(
-        self, query_BQD: Tensor, memory_BKD: Tensor, mask_BK: Tensor | None, *, attention: bool
+        self,
+        query_BQD: Tensor,
+        memory_BKD: Tensor,
+        mask_BK: Tensor | None,
+        reads_QQ: Tensor | None,
+        *,
+        attention: bool,
     ) -> tuple[Tensor, list[Tensor]]:
         mask_BK = mask_of(memory_BKD, mask_BK)
         memory_BKD = memory_BKD.masked_fill(~mask_BK[:, :, None], 0.0)
@@ -73,7 +87,7 @@ class QueryDecoder(nn.Module):
             query_BQD, memory_BKD = self.norm(query_BQD), self.norm(memory_BKD)
         weights = []
         for layer in self.layers:
-            query_BQD, weight_BQK = layer(query_BQD, memory_BKD, mask_BK, attention)
+            query_BQD, weight_BQK = layer(query_BQD, memory_BKD, mask_BK, reads_QQ, attention)
             weights.append(weight_BQK)
         return self.norm(query_BQD), weights
 
@@ -89,10 +103,11 @@ class _Layer(nn.TransformerDecoderLayer):
 
     def forward(self, *inputs: Any) -> Any:
         """Return the states (B, Q, D) and, if wanted, the attention (B, Q, K)."""
-        x_BQD, memory_BKD, mask_BK, attention = inputs
+        x_BQD, memory_BKD, mask_BK, reads_QQ, attention = inputs
         if hasattr(self, "self_attn"):
-            normed_BQD = self.norm1(x_BQD)
-            x_BQD = x_BQD + self.dropout1(self.self_attn(normed_BQD, normed_BQD, normed_BQD, need_weights=False)[0])
+            normed_BQD, hidden_QQ = self.norm1(x_BQD), None if reads_QQ is None else ~reads_QQ
+            of_queries = self.self_attn(normed_BQD, normed_BQD, normed_BQD, need_weights=False, attn_mask=hidden_QQ)
+            x_BQD = x_BQD + self.dropout1(of_queries[0])
         some_B1 = mask_BK.any(dim=1, keepdim=True)  # without any, attend to the padding, whose result is not used
         hidden_BK = ~mask_BK & some_B1
         read_BQD, weight_BQK = self.multihead_attn(
