@@ -9,7 +9,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 from medvl.benchmark.execute import THREADS, execute_run
@@ -17,6 +16,7 @@ from medvl.benchmark.plan import Plan
 from medvl.benchmark.run import Run
 from medvl.benchmark.store import COST, FAILURE, Store
 from medvl.common.files import write_atomic
+from medvl.common.interrupts import sigterm_interrupts
 from medvl.errors import ConfigError
 
 Report = Callable[[str], Any]
@@ -113,7 +113,7 @@ def _start(run: Run, store: Store, gpu: str, threads: int | None) -> "subprocess
     if gpu:
         environment["CUDA_VISIBLE_DEVICES"] = gpu
     if threads is not None:
-        environment[THREADS] = str(threads)
+        environment[THREADS] = environment["OMP_NUM_THREADS"] = str(threads)  # the latter for commands
     with (store.folder(run) / "log.txt").open("ab") as log:
         return subprocess.Popen(
             run_command_line(store.folder(run)), stdout=log, stderr=subprocess.STDOUT, env=environment
@@ -139,16 +139,11 @@ def _report_end(run: Run, store: Store, report: Report) -> None:
 @contextlib.contextmanager
 def _stopping(running: "dict[subprocess.Popen[bytes], tuple[Run, str]]") -> Iterator[None]:
     """Stop the processes at Ctrl-C or SIGTERM, or at an error, and wait for their checkpoints."""
-
-    def stop(number: int, frame: FrameType | None) -> None:
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGTERM, stop)
-    try:
-        yield
-    finally:
-        for process in running:
-            process.terminate()
-        for process in running:
-            process.wait()
-        signal.signal(signal.SIGTERM, before)
+    with sigterm_interrupts():
+        try:
+            yield
+        finally:
+            for process in running:
+                process.terminate()
+            for process in running:
+                process.wait()

@@ -14,6 +14,7 @@ from medvl.benchmark.config import BenchmarkConfig, Column, CorpusConfig, Family
 from medvl.benchmark.run import Run
 from medvl.benchmark.settings import with_settings
 from medvl.benchmark.systems import recipe_module
+from medvl.common.interrupts import sigterm_interrupts
 from medvl.data import QuestionSource, ShardSource
 from medvl.errors import ERROR_CODES, EvaluationError
 from medvl.eval import (
@@ -336,7 +337,8 @@ def run_command(trained: Trained, name: str, out: Path) -> None:
         if is_end:
             continue
         command = [sys.executable, "-m", "medvl", *part]
-        ended = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+        with sigterm_interrupts():  # which stops the command
+            ended = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
         if ended.returncode:
             break
     if ended.returncode or not (out / "results.json").is_file():

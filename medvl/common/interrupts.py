@@ -1,8 +1,10 @@
-"""Ctrl-C in commands with worker processes."""
+"""Ctrl-C and SIGTERM in commands with worker processes."""
 
 import contextlib
 import signal
+import threading
 from collections.abc import Iterator
+from types import FrameType
 
 
 @contextlib.contextmanager
@@ -17,3 +19,23 @@ def interrupts_blocked() -> Iterator[None]:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+@contextlib.contextmanager
+def sigterm_interrupts() -> Iterator[None]:
+    """Let SIGTERM raise KeyboardInterrupt as Ctrl-C does, so that processes which were started meanwhile are stopped.
+
+    Only in the main thread of a process; in others this does nothing.
+    """
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

@@ -1,0 +1,52 @@
+"""Processes that stop what they have started."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+from medvl.common.interrupts import sigterm_interrupts
+
+PROGRAM = """
+import subprocess, sys
+from medvl.common.interrupts import sigterm_interrupts
+child = "import os, pathlib, time; pathlib.Path('pid').write_text(str(os.getpid())); time.sleep(60)"
+with sigterm_interrupts():
+    subprocess.run([sys.executable, "-c", child])
+"""
+
+
+def test_sigterm_stops_the_process_that_is_waited_for(tmp_path: Path) -> None:
+    started = subprocess.Popen([sys.executable, "-c", PROGRAM], cwd=tmp_path, stderr=subprocess.PIPE, text=True)
+    end = time.monotonic() + 30
+    while not (tmp_path / "pid").is_file() or not (tmp_path / "pid").read_text():
+        assert time.monotonic() < end
+        time.sleep(0.02)
+    started.terminate()
+    _, errors = started.communicate(timeout=30)
+    assert "KeyboardInterrupt" in errors
+    assert not Path("/proc", (tmp_path / "pid").read_text()).exists()
+
+
+def test_the_handler_is_that_of_before_and_other_threads_change_none() -> None:
+    before, seen = signal.getsignal(signal.SIGTERM), []
+
+    def elsewhere() -> None:
+        with sigterm_interrupts():
+            seen.append(signal.getsignal(signal.SIGTERM))
+
+    with sigterm_interrupts():
+        assert signal.getsignal(signal.SIGTERM) is not before
+        try:
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(1)
+        except KeyboardInterrupt:
+            seen.append(KeyboardInterrupt)
+    thread = threading.Thread(target=elsewhere)
+    thread.start()
+    thread.join()
+    assert seen == [KeyboardInterrupt, before]
+    assert signal.getsignal(signal.SIGTERM) is before
