@@ -110,3 +110,18 @@ def test_roberta_is_exported_and_other_encoders_are_refused(tmp_path: Path) -> N
     with raises(ConfigError, "unsupported", "text_encoder"):
         export_hugging_face(pairs, tmp_path / "pairs")
     assert not (tmp_path / "pairs").exists()
+
+
+def test_the_knowledge_encoder_is_exported_with_its_head(tmp_path: Path) -> None:
+    """The code of the card gives medvl's embeddings."""
+    tokenizer = text_vocabulary(40)
+    model: Any = create_model("kebert", text_encoder="tiny_bert", projection_dim=12, tokenizer=tokenizer).eval()
+    exported = export_hugging_face(model, tmp_path / "out")
+    assert all(value < 1e-5 for value in exported.differences.values())
+    code = (tmp_path / "out/README.md").read_text().split("```python\n")[1].split("```")[0]
+    found: dict[str, Any] = {}
+    exec(code.replace("FOLDER", str(tmp_path / "out")), found)
+    ids_BT = IDS % tokenizer.vocab_size
+    states_BTD = found["text_encoder"](input_ids=ids_BT, attention_mask=MASK.long()).last_hidden_state
+    vectors_BE = torch.nn.functional.normalize(found["head"](states_BTD[:, 0]), dim=-1)
+    torch.testing.assert_close(vectors_BE, model.encode_text(ids_BT, MASK))

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from medvl.common.folders import new_folder
@@ -31,9 +32,11 @@ from medvl.export.importers.key_map import KeyRule, keep, to_published
 from medvl.models.base import System, TwoTowers
 from medvl.models.dual_encoders.clip import CLIP
 from medvl.models.language.base import LanguageModel
+from medvl.models.language.kebert import KEBERT
 
 _HIGHEST_ID_IS_END = 2  # transformers' code for "the end token is the one of the highest id"
 _ENCODERS = ("image_encoder", "text_encoder")
+_HEAD = "text_head.safetensors"
 _PROJ = "proj"  # CLIP's projection of an image, inside open_clip's module
 _NO_CLASS = "transformers has no class with this part; medvl's ONNX export holds it if inference needs it"
 
@@ -47,7 +50,7 @@ def export_hugging_face(model: System, out: Path | str) -> Exported:
     Everything is loaded again, and the outputs are compared with medvl's before the folder is kept.
 
     Args:
-        model: any system with an image and a text encoder, or a language model.
+        model: any system with an image and a text encoder, a language model, or KAD's knowledge encoder.
         out: new folder: that of a `CLIPModel`, of a model for `AutoModelForMaskedLM`, or with `image_encoder` and
             `text_encoder` in it.
 
@@ -57,6 +60,8 @@ def export_hugging_face(model: System, out: Path | str) -> Exported:
     """
     if isinstance(model, LanguageModel):
         return export_language_model(model, out)
+    if isinstance(model, KEBERT):
+        return _export_knowledge_encoder(model, Path(out))
     if not isinstance(model, TwoTowers) or not isinstance(model.image_encoder, ImageEncoder):
         message = f"{model.name} does not have an image and a text encoder: export the system that it was made from"
         raise ConfigError(message, "unsupported")
@@ -77,6 +82,28 @@ def export_hugging_face(model: System, out: Path | str) -> Exported:
             usage = _usage({"image": image, "text": text}, bool(heads))
         write_card(folder, model, usage=usage, left_out=left_out, library="transformers")
     return Exported(folder=Path(out), differences=differences, left_out=left_out)
+
+
+def _export_knowledge_encoder(model: KEBERT, out: Path) -> Exported:
+    """Write the text encoder, the weights of its head and a card that has the head's layers."""
+    model.eval()
+    with new_folder(out) as folder, torch.no_grad():
+        differences, arguments = _write_text(model.text_encoder, folder / "text_encoder")
+        if model.tokenizer is not None:
+            model.tokenizer.save(folder / "text_encoder")
+        save_file({name: tensor.contiguous() for name, tensor in model.text_head.state_dict().items()}, folder / _HEAD)
+        layers = ", ".join(f"nn.{layer}" for layer in model.text_head)
+        usage = [
+            *_usage({"text": arguments}, heads=False).splitlines(),
+            "",
+            "# An embedding is the head's output for the state of the first token, divided by its length:",
+            "from safetensors.torch import load_file",
+            "from torch import nn",
+            f"head = nn.Sequential({layers})",
+            f'head.load_state_dict(load_file("FOLDER/{_HEAD}"))',
+        ]
+        write_card(folder, model, usage="\n".join(usage), left_out={}, library="transformers")
+    return Exported(folder=out, differences=differences, left_out={})
 
 
 def _usage(arguments: Mapping[str, Arguments], heads: bool) -> str:
