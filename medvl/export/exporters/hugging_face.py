@@ -92,7 +92,7 @@ def _export_knowledge_encoder(model: KEBERT, out: Path) -> Exported:
         if model.tokenizer is not None:
             model.tokenizer.save(folder / "text_encoder")
         save_file({name: tensor.contiguous() for name, tensor in model.text_head.state_dict().items()}, folder / _HEAD)
-        layers = ", ".join(f"nn.{layer}" for layer in model.text_head)
+        layers = ", ".join(f"nn.{layer}" for layer in model.text_head.children())
         usage = [
             *_usage({"text": arguments}, heads=False).splitlines(),
             "",
