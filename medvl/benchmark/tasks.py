@@ -39,13 +39,12 @@ from medvl.eval import (
     zero_shot,
 )
 from medvl.eval.vqa.evaluate import GAIN, QUESTION_ONLY, subgroup_of
-from medvl.models import KAD, CARZero, DualEncoder, FusionModel, MedKLIP, RadZero, System, load, system
+from medvl.eval.zero_shot_classification.prompts import default_prompts
+from medvl.models import KAD, DualEncoder, FusionModel, MedKLIP, System, load, system
 from medvl.schema import Inputs
 from medvl.train.recipe_files import find_recipe
 
 _MEAN = ("macro_competition", "macro")
-_ON_STATEMENTS = (RadZero, CARZero, MedKLIP, KAD)
-"""Systems that compare statements, or ask about them: their zero-shot prompts are `statements`, without a negative."""
 _ASKING = (MedKLIP, KAD)
 """Systems whose patches and texts have no common space: their maps are the decoder's attention."""
 
@@ -93,7 +92,8 @@ def _test(trained: Trained) -> Path:
 def _zero_shot(trained: Trained) -> Any:
     [model] = load_ensemble([trained.checkpoint])
     name = trained.run.corpus.prompts
-    prompts = load_prompts("statements" if isinstance(model, _ON_STATEMENTS) and not name.endswith(".json") else name)
+    asks_statements = default_prompts(model) == "statements" and not name.endswith(".json")
+    prompts = load_prompts("statements" if asks_statements else name)
     return zero_shot(
         [model], _read(trained, model, _test(trained)), prompts, resamples=trained.run.evaluation.resamples
     )

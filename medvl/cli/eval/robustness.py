@@ -16,7 +16,7 @@ def robustness(
     shared: EvalOptions,
     label: LabelOptions,
     *,
-    prompts: tuple[str, ...] = ("chexpert_ensemble", "chexpert_pairs", "chexzero_template"),
+    prompts: tuple[str, ...] = (),
     corruptions: tuple[str, ...] = ("noise", "blur", "contrast", "crop", "rotation", "marks"),
     sites: tuple[Path, ...] = (),
     outside: tuple[Path, ...] = (),
@@ -29,6 +29,8 @@ def robustness(
 
     Args:
         prompts: prompt sets of a dual-encoder (`medvl list prompts`, or JSON files); the first scores the findings.
+            Default chexpert_ensemble (statements for systems that are trained on statements), chexpert_pairs and
+            chexzero_template.
         corruptions: corruptions, each at five strengths.
         sites: folders of labelled shards of other hospitals.
         outside: folders of shards of images that are not chest radiographs, such as those of `medvl phantom roco`.
@@ -38,7 +40,7 @@ def robustness(
     from medvl.eval.core.open import open_source
     from medvl.eval.robustness.evaluate import RobustnessSettings, evaluate_robustness
     from medvl.eval.robustness.page import write_robustness_page
-    from medvl.eval.zero_shot_classification.prompts import load_prompts
+    from medvl.eval.zero_shot_classification.prompts import default_prompts, load_prompts
     from medvl.models import System
 
     sets = [load_prompts(name) for name in prompts]
@@ -51,7 +53,7 @@ def robustness(
         prompts=sets,
         sites={name: open_source(path, [shared.checkpoint]) for name, path in _named(sites).items()},
         outside={name: open_source(path) for name, path in _named(outside).items()},
-        calibration=_calibration(calibration, shared.checkpoint, sets[0].name),
+        calibration=_calibration(calibration, shared.checkpoint, sets[0].name if sets else default_prompts(model)),
         settings=RobustnessSettings(
             corruptions=corruptions, policy=label.policy(), resamples=shared.resamples, seed=seed
         ),

@@ -13,7 +13,7 @@ def zero_shot(
     label: LabelOptions,
     *,
     valid: Path | None = None,
-    prompts: str = "chexpert_ensemble",
+    prompts: str | None = None,
 ) -> None:
     """Evaluate zero-shot classification on a folder of shards, with intervals and a page.
 
@@ -22,7 +22,8 @@ def zero_shot(
         data: folder of shards with labels, of patients that the model was not trained on.
         valid: folder of shards of other patients, on which thresholds are chosen; without it, no yes/no metrics.
         prompts: name of a prompt set (`medvl list prompts`) or path of a JSON file of your own, of the format in
-            docs/pages/guides/evaluation.md.
+            docs/pages/guides/evaluation.md; default chexpert_ensemble, and statements for systems that are trained on
+            statements (RadZero, CARZero, MedKLIP, KAD, MAVL).
     """
     from medvl.common.ranks import rank_and_world
     from medvl.eval.core.open import load_ensemble, open_for_evaluation, open_source
@@ -30,8 +31,9 @@ def zero_shot(
     from medvl.eval.zero_shot_classification.page import write_zero_shot_page
     from medvl.eval.zero_shot_classification.prompts import load_prompts
 
-    prompt_set, source = load_prompts(prompts), open_source(data, checkpoint)
-    evaluate.common_classes(prompt_set, source)  # errors of prompts and data come before the models are loaded
+    prompt_set, source = None if prompts is None else load_prompts(prompts), open_source(data, checkpoint)
+    if prompt_set is not None:
+        evaluate.common_classes(prompt_set, source)  # errors of prompts and data come before the models are loaded
     models = load_ensemble(checkpoint, shared.device)
     read = functools.partial(
         open_for_evaluation,

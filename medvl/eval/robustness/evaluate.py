@@ -50,12 +50,13 @@ from medvl.eval.robustness.image_versions import CORRUPTIONS, corruption_version
 from medvl.eval.robustness.passes import OpenLoader, Scores, score_everything
 from medvl.eval.robustness.scorers import Scorer, make_scorer
 from medvl.eval.zero_shot_classification.calibration import Calibration
-from medvl.eval.zero_shot_classification.prompts import PromptSet, load_prompts
+from medvl.eval.zero_shot_classification.prompts import PromptSet, default_prompts, load_prompts
 from medvl.models.base import System
 from medvl.models.eval_mode import evaluating
 
 PROTOCOL, PROTOCOL_VERSION = "robustness", 1
-DEFAULT_PROMPTS = ("chexpert_ensemble", "chexpert_pairs", "chexzero_template")
+MORE_PROMPTS = ("chexpert_pairs", "chexzero_template")
+"""Prompt sets that are tested behind the model's own, where none are named."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -108,7 +109,7 @@ def evaluate_robustness(
     source: Source,
     open_loader: OpenLoader,
     *,
-    prompts: Sequence[PromptSet | str | Path] = DEFAULT_PROMPTS,
+    prompts: Sequence[PromptSet | str | Path] = (),
     sites: Mapping[str, Source] | None = None,
     outside: Mapping[str, Source] | None = None,
     calibration: Calibration | None = None,
@@ -121,7 +122,8 @@ def evaluate_robustness(
         model: a dual-encoder, a fusion-encoder or a classifier.
         source: test images with labels, texts or both.
         open_loader: opens a loader of a source, prepared for the model.
-        prompts: prompt sets of a dual-encoder; the first one scores the findings in all tests.
+        prompts: prompt sets of a dual-encoder; the first one scores the findings in all tests. Default the model's own
+            (`DualEncoder.zero_shot_prompts`) and `MORE_PROMPTS`.
         sites: name -> labelled images of other hospitals.
         outside: name -> images that are not chest radiographs.
         calibration: of the model and the first prompt set.
@@ -135,7 +137,8 @@ def evaluate_robustness(
     """
     settings, sites, outside = settings or RobustnessSettings(), sites or {}, outside or {}
     versions = corruption_versions(settings.corruptions)
-    sets = [one if isinstance(one, PromptSet) else load_prompts(one) for one in prompts]
+    named = prompts or (default_prompts(model), *MORE_PROMPTS)
+    sets = [one if isinstance(one, PromptSet) else load_prompts(one) for one in named]
     with evaluating(model):
         scorer = make_scorer(model, sets, source.label_names, settings.autocast)
         scores = score_everything(

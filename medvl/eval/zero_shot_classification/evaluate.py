@@ -35,7 +35,7 @@ from medvl.eval.core.full_pass import input_hashes, samples_by_key
 from medvl.eval.core.interfaces import Loader, Model, Source
 from medvl.eval.core.metric_rows import MetricGroup, measure, top1_metrics
 from medvl.eval.core.results import checkpoint_sha256
-from medvl.eval.zero_shot_classification.prompts import COMPETING, PromptSet, load_prompts
+from medvl.eval.zero_shot_classification.prompts import COMPETING, PromptSet, default_prompts, load_prompts
 from medvl.eval.zero_shot_classification.scores import predict
 
 PROTOCOL, PROTOCOL_VERSION = "zero_shot", 1
@@ -56,7 +56,7 @@ class ZeroShotResult(ClassificationResult):
 def zero_shot(
     model: Model | Sequence[Model],
     loader: Loader,
-    prompts: PromptSet | str | Path = "chexpert_ensemble",
+    prompts: PromptSet | str | Path | None = None,
     *,
     valid_loader: Loader | None = None,
     policy: LabelPolicy | None = None,
@@ -73,7 +73,8 @@ def zero_shot(
     Args:
         model: the model, or several as an ensemble.
         loader: test images with labels, opened for evaluation.
-        prompts: a prompt set, the name of a built-in one, or the path of a JSON file.
+        prompts: a prompt set, the name of a built-in one, or the path of a JSON file; None for that of the model, or of
+            the first of an ensemble (`DualEncoder.zero_shot_prompts`).
         valid_loader: images of other patients, on which thresholds are chosen; None for no yes/no metrics.
         policy: conversion of uncertain and missing labels.
         threshold_rule: metric that thresholds maximise.
@@ -87,6 +88,8 @@ def zero_shot(
         SplitError: test and validation images share patients.
     """
     scoring.check_bootstrap_unit(bootstrap_unit)
+    if prompts is None:
+        prompts = default_prompts(model[0] if isinstance(model, Sequence) else model)
     prompts = prompts if isinstance(prompts, PromptSet) else load_prompts(prompts)
     policy = policy or LabelPolicy()
     members = _checkpoint_hashes(checkpoint, len(model) if isinstance(model, Sequence) else 1)

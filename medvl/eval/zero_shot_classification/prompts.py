@@ -103,6 +103,11 @@ def list_prompts() -> list[str]:
     return sorted(file.stem for file in _FOLDER.glob("*.json"))
 
 
+def default_prompts(model: object) -> str:
+    """Return the name of a model's own prompt set, such as `DualEncoder.zero_shot_prompts`."""
+    return str(getattr(model, "zero_shot_prompts", "chexpert_ensemble"))
+
+
 def load_prompts(name_or_path: str | Path) -> PromptSet:
     """Load a built-in prompt set by name, or a JSON file by path.
 

@@ -56,6 +56,7 @@ class CARZero(LocalDualEncoder):
     """
 
     Config = CARZeroConfig
+    zero_shot_prompts = "statements"
 
     def __init__(self, config: Any, *args: Any, decoder: QueryDecoder, score: nn.Module, **kwargs: Any) -> None:
         super().__init__(config, *args, **kwargs)

@@ -47,6 +47,7 @@ class RadZero(TextMaps, TokenLayers, LearnedScale):
 
     Config = RadZeroConfig
     inputs = Inputs(statements=True)
+    zero_shot_prompts = "statements"
 
     @classmethod
     def encoder_arguments(cls, config: RadZeroConfig) -> tuple[Mapping[str, Any], Mapping[str, Any]]:

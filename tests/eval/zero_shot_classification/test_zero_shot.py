@@ -13,7 +13,9 @@ from sklearn import metrics as reference
 from medvl.errors import EvaluationError, SplitError
 from medvl.eval import LabelPolicy, ZeroShotEval, load_prompts, write_results, zero_shot
 from medvl.eval.core.bootstrap import bootstrap_indices
+from medvl.eval.zero_shot_classification.prompts import default_prompts
 from medvl.eval.zero_shot_classification.scores import PromptScorer, predict
+from medvl.models import system
 from medvl.schema import COMPETITION_FINDINGS, FINDINGS, Embeddings
 
 COUNT = 120
@@ -150,6 +152,22 @@ def test_scores_do_not_depend_on_other_images(source):
     few = FakeSource(source.samples[40:43], source.images[40:43], FINDINGS)
     alone = predict(FakeModel(), FakeLoader(few, batch=1), prompts)
     np.testing.assert_allclose(alone.scores_NL[0], full.scores_NL[0][40:43], rtol=1e-5)
+
+
+def test_models_are_asked_as_they_were_trained(source):
+    class Asked(FakeModel):
+        zero_shot_prompts = "statements"
+
+    for model, name in (
+        (FakeModel(), "chexpert_ensemble"),
+        (Asked(), "statements"),
+        ([Asked(), Asked()], "statements"),
+    ):
+        assert zero_shot(model, FakeLoader(source), resamples=0).prompts.name == name
+    assert zero_shot(Asked(), FakeLoader(source), "chexpert_pairs", resamples=0).prompts.name == "chexpert_pairs"
+    own = {name: default_prompts(system(name)) for name in ("radzero", "carzero", "medklip", "kad", "mavl")}
+    assert set(own.values()) == {"statements"}
+    assert default_prompts(system("convirt")) == "chexpert_ensemble"
 
 
 def test_zero_shot_rows_match_scikit_learn(source):

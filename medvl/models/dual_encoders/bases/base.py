@@ -49,8 +49,11 @@ class DualEncoder(TwoTowers):
 
     Attributes:
         patch_dropout: share of each image's patches that training drops, where the configuration has one.
+        zero_shot_prompts: prompt set of evaluations that name none (`medvl list prompts`); "statements" for systems
+            that are trained on statements or questions, and not on whole reports.
     """
 
+    zero_shot_prompts: ClassVar[str] = "chexpert_ensemble"
     image_encoder: ImageEncoder
 
     def __init__(

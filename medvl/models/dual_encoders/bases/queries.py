@@ -58,6 +58,7 @@ class QueryEncoder(TextMaps):
         shared_norm: whether the decoder's last norm is applied to queries and grid as well.
     """
 
+    zero_shot_prompts: ClassVar[str] = "statements"
     shared_norm: ClassVar[bool] = False
 
     def __init__(
