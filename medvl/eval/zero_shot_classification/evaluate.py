@@ -88,9 +88,7 @@ def zero_shot(
         SplitError: test and validation images share patients.
     """
     scoring.check_bootstrap_unit(bootstrap_unit)
-    if prompts is None:
-        prompts = default_prompts(model[0] if isinstance(model, Sequence) else model)
-    prompts = prompts if isinstance(prompts, PromptSet) else load_prompts(prompts)
+    prompts = _prompt_set(prompts, model[0] if isinstance(model, Sequence) else model)
     policy = policy or LabelPolicy()
     members = _checkpoint_hashes(checkpoint, len(model) if isinstance(model, Sequence) else 1)
     hashes = {"checkpoint": _ensemble_hash(members), "prompts": prompts.sha256}
@@ -195,6 +193,12 @@ def _describe(
         "autocast": None if autocast is None else str(autocast),
         **({"ensemble": list(members)} if len(members) > 1 else {}),
     }
+
+
+def _prompt_set(prompts: PromptSet | str | Path | None, model: Model) -> PromptSet:
+    if isinstance(prompts, PromptSet):
+        return prompts
+    return load_prompts(default_prompts(model) if prompts is None else prompts)
 
 
 class ZeroShotEval:
