@@ -1,5 +1,6 @@
 """Stand-ins on this machine for the parts of Google Cloud Storage and of Azure Blob Storage that gcsfs and adlfs use."""
 
+import abc
 import base64
 import dataclasses
 import http.server
@@ -32,7 +33,7 @@ class Objects:
         return page, page[-1][0] if len(found) > len(page) else ""
 
 
-class _Handler(http.server.BaseHTTPRequestHandler):
+class _Handler(abc.ABC, http.server.BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     objects: Objects
 
@@ -42,8 +43,9 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         body = self.rfile.read(int(self.headers.get("content-length") or 0))
         self.respond(self.command, unquote(address.path), query, body)
 
+    @abc.abstractmethod
     def respond(self, method: str, path: str, query: dict[str, str], body: bytes) -> None:
-        raise NotImplementedError
+        """Answer a request."""
 
     def send(self, status: int, data: bytes = b"", **headers: str) -> None:
         self.send_response_only(status)

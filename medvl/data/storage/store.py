@@ -241,7 +241,11 @@ def _open_google(scheme: str, options: dict[str, Any]) -> Any:
 def _open_azure(scheme: str, options: dict[str, Any]) -> Any:
     import fsspec
 
-    files = fsspec.filesystem(scheme, **options, connection_timeout=_CONNECT, read_timeout=_SILENCE)
+    try:
+        files = fsspec.filesystem(scheme, **options, connection_timeout=_CONNECT, read_timeout=_SILENCE)
+    except ValueError:  # quotes what it was given
+        message = f"{scheme}:// needs an account: set AZURE_STORAGE_ACCOUNT_NAME and a key, or a connection string"
+        raise ConfigError(message, "missing", field="address") from None
     files.service_client._config.retry_policy.total_retries = 0
     return files
 
@@ -297,8 +301,8 @@ def _kind_of(error: Exception) -> Kind:
         return _kind_of(cause)  # fsspec reports every failure to ask a web server for a size as a missing file
     if _code(error) == "InvalidRange":
         return "network"
-    said = str(error).partition(":")[0]  # gcsfs has no status in these two
-    status = {"Forbidden": 403, "Bad Request": 400}.get(said) or _status(error)
+    prefix = str(error).partition(":")[0]  # gcsfs raises these two without a status
+    status = {"Forbidden": 403, "Bad Request": 400}.get(prefix) or _status(error)
     names = [kind.__name__ for kind in type(error).__mro__]
     if isinstance(error, FileNotFoundError) or status in _MISSING_STATUS:
         return "missing"

@@ -1,6 +1,7 @@
 """Google Cloud Storage and Azure: their libraries against stand-ins of the services, with faults."""
 
 import dataclasses
+import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -26,7 +27,7 @@ from medvl.data.storage.cache import Cache
 from medvl.data.storage.location import RemotePath
 from medvl.data.transforms.image import EvalTransform
 from medvl.data.transforms.text import WholeText
-from medvl.errors import ShardError, StorageError
+from medvl.errors import ConfigError, ShardError, StorageError
 
 SETTINGS: dict[str, Any] = {"image": EvalTransform(size=32), "text": WholeText(), "tokenizer": no_text, "train": True}
 COUNT = 10
@@ -148,3 +149,12 @@ def test_lists_that_are_cut_into_pages(cloud: Cloud, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(Objects, "PAGE", 3)
     cloud.objects.data.update({f"lab/{number:02d}": bytes(number) for number in range(10)})
     assert RemotePath(f"{cloud.address}/lab").sizes() == {f"{number:02d}": number for number in range(10)}
+
+
+def test_azure_without_an_account_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("adlfs")
+    monkeypatch.setattr(store, "_opened", {})
+    for name in [name for name in os.environ if name.startswith("AZURE_STORAGE")]:
+        monkeypatch.delenv(name)
+    with raises(ConfigError, "missing", "address", names="AZURE_STORAGE_ACCOUNT_NAME"):
+        ShardSource("az://container/train")
