@@ -21,7 +21,7 @@ def resolved_settings(
 
     Raises ConfigError where a setting does not exist, with the nearest name.
     """
-    settings = entry.recipe_settings()
+    settings = with_settings(entry.recipe_settings(), {"pretrained": False, "init_from": None}, "settings")
     for name in ("all", entry.family, entry.system, entry.name):
         if name in config.settings and not (name == entry.name == entry.system and name in ("all", entry.family)):
             settings = with_settings(settings, config.settings[name], f"settings.{name}")
@@ -91,9 +91,7 @@ def find_references(tree: Any) -> Iterator[str]:
 
 def _of_start(model: Any, start: StartConfig) -> dict[str, Any]:
     """Return the settings of a start, with the statistics of pixels where this system has them."""
-    settings = {"pretrained": False, "init_from": None} | {
-        name: _expanded(value, f"starts.{start.name}.{name}") for name, value in start.settings.items()
-    }
+    settings = {name: _expanded(value, f"starts.{start.name}.{name}") for name, value in start.settings.items()}
     pixels = {"mean": start.pixel_mean, "std": start.pixel_std}
     given = {name: value for name, value in pixels.items() if value is not None}
     if given:
