@@ -3,6 +3,7 @@
     python scripts/results.py            # print the tables whose results exist
     python scripts/results.py --write    # replace them in RESULTS.md; a table without results keeps what it has
     python scripts/results.py --benchmark quickstart/benchmark --write    # those of `medvl benchmark --out`
+    python scripts/results.py --write --commits 4deac0a 596b8e3    # results of other commits than the current one
 
 Each table stands between two HTML comments in RESULTS.md, with the commit, the date and the machine of its results.
 """
@@ -13,7 +14,7 @@ import datetime
 import platform
 import re
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from medvl.errors import EvaluationError
@@ -163,12 +164,13 @@ def main() -> None:
     parser.add_argument("--write", action="store_true", help="replace the tables in RESULTS.md")
     parser.add_argument("--folder", type=Path, default=ROOT / "quickstart", help="folder of the results")
     parser.add_argument("--benchmark", type=Path, help="folder of `medvl benchmark`, whose tables are read instead")
+    parser.add_argument("--commits", nargs="+", default=[], help="commits that the results are from")
     options = parser.parse_args()
     document = ROOT / "RESULTS.md"
     text = document.read_text(encoding="utf-8")
     tables = own_tables(options.folder) if options.benchmark is None else benchmark_tables(options.benchmark)
     for name, lines in tables.items():
-        lines = f"{lines}\n\n{provenance()}"
+        lines = f"{lines}\n\n{provenance(options.commits)}"
         print(f"{name}\n{lines}\n")
         text = replace(text, name, lines)
     if options.write:
@@ -187,7 +189,8 @@ def benchmark_tables(folder: Path) -> dict[str, str]:
         name: folder / "index_files" / f"{name}.md" for name in ("all-systems", "dual-encoders", "fusion-encoders")
     }
     texts = {name: path.read_text(encoding="utf-8") for name, path in paths.items() if path.is_file()}
-    return {name: text.partition("\n\n")[2].strip() for name, text in texts.items()}
+    plain = {name: re.sub(r"\\([_\[\]])", r"\1", text) for name, text in texts.items()}  # without escapes, for search
+    return {name: text.partition("\n\n")[2].strip() for name, text in plain.items()}
 
 
 def read_columns(table: Table, folder: Path) -> dict[str, Results]:
@@ -215,13 +218,16 @@ def cell(results: Results, metric: str, target: str, subgroup: str = "") -> str:
     return f"{row.value:.3f} [{row.low:.3f}, {row.high:.3f}]"
 
 
-def provenance() -> str:
-    """Return the commit, the date and the processor that the results are from."""
-    git = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True)
+def provenance(commits: Sequence[str] = ()) -> str:
+    """Return the commits, by default the current one, the date and the processor that the results are from."""
+    if not commits:
+        command = ["git", "rev-parse", "--short", "HEAD"]
+        commits = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
     info = Path("/proc/cpuinfo")
     model = re.search(r"model name\s*: (.*)", info.read_text()) if info.is_file() else None
     processor = model.group(1) if model else platform.processor()
-    return f"Commit {git.stdout.strip()}, {datetime.date.today().isoformat()}, {processor}."
+    title = "Commit" if len(commits) == 1 else "Commits"
+    return f"{title} {', '.join(commits)}, {datetime.date.today().isoformat()}, {processor}."
 
 
 def replace(text: str, name: str, lines: str) -> str:

@@ -101,13 +101,22 @@ def test_every_system_is_in_the_phantom_or_has_a_reason(tmp_path: Path) -> None:
     assert len({run.key for run in plan.runs}) == len(plan.runs)
     for run in plan.runs:
         assert run.settings["train"]["steps"] == 300
-        assert run.settings["init_from"] is None
+        is_joined = run.family == "fusion" and run.name != "vilt"
+        assert run.settings["init_from"] == ("run:convirt" if is_joined else None)
         if run.family == "dual":
             assert (run.settings["model"]["image_encoder"], run.settings["model"]["image_size"]) == ("resnet_tiny", 112)
     [umrl] = [run for run in plan.runs if run.name == "umrl"]
     names = [run.name for run in plan.runs]
     assert umrl.needs == {"convirt": plan.runs[names.index("convirt")].key}
     assert names.index("convirt") < names.index("umrl")
+
+
+def test_a_start_replaces_the_settings_of_a_system(tmp_path: Path) -> None:
+    settings = {"gloria": {"init_from": "run:convirt"}}
+    starts = [{"name": "of the system"}, {"name": "others", "settings": {"init_from": "run:clip"}}]
+    config = read_benchmark(write(tmp_path, FILE), {"systems": ["gloria"], "settings": settings, "starts": starts})
+    found = {run.start: run.settings["init_from"] for run in planned(config, tmp_path).runs if run.name == "gloria"}
+    assert found == {"of the system": "run:convirt", "others": "run:clip"}
 
 
 @pytest.mark.parametrize("preset", list_benchmarks())
