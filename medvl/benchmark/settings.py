@@ -12,6 +12,7 @@ from medvl.errors import ConfigError
 
 RUN = "run:"
 """Prefix of a setting that is the checkpoint of another run, such as "run:convirt"."""
+_WEIGHTS = ("image_weights", "text_weights")
 
 
 def resolved_settings(
@@ -25,7 +26,7 @@ def resolved_settings(
     for name in ("all", entry.family, entry.system, entry.name):
         if name in config.settings and not (name == entry.name == entry.system and name in ("all", entry.family)):
             settings = with_settings(settings, config.settings[name], f"settings.{name}")
-    settings = with_settings(settings, _of_start(settings.model, start), f"starts.{start.name}")
+    settings = with_settings(settings, _of_start(settings, start), f"starts.{start.name}")
     settings = with_settings(settings, entry.settings, f"variants.{entry.name}")
     data: dict[str, Any] = {"seed": seed, "paired_fraction": share, "others": "drop"} if share < 1 else {"seed": seed}
     train: dict[str, Any] = {"seed": seed, "tensorboard": False, "keep_last": 1}
@@ -89,21 +90,23 @@ def find_references(tree: Any) -> Iterator[str]:
         yield tree.removeprefix(RUN)
 
 
-def _of_start(model: Any, start: StartConfig) -> dict[str, Any]:
-    """Return the settings of a start, with the statistics of pixels where this system has them."""
+def _of_start(recipe: Any, start: StartConfig) -> dict[str, Any]:
+    """Return the settings of a start, with the statistics of pixels where this system has them.
+
+    A system whose settings name a run to start from gets a start's weights of encoders through that run.
+    """
     settings = {name: _expanded(value, f"starts.{start.name}.{name}") for name, value in start.settings.items()}
+    of_model = dict(settings.get("model", {}))
+    if str(recipe.init_from).startswith(RUN):
+        of_model = {name: value for name, value in of_model.items() if name not in _WEIGHTS}
     pixels = {"mean": start.pixel_mean, "std": start.pixel_std}
     given = {name: value for name, value in pixels.items() if value is not None}
-    if given:
-        names = {field.name for field in dataclasses.fields(model)}
-        own = {f"pixel_{name}" for name in given} <= names
-        of_model = dict(settings.get("model", {}))
-        if own:
-            of_model |= {f"pixel_{name}": value for name, value in given.items()}
-        else:
-            of_model["image_arguments"] = {**of_model.get("image_arguments", {}), **given}
-        settings["model"] = of_model
-    return settings
+    names = {field.name for field in dataclasses.fields(recipe.model)}
+    if {f"pixel_{name}" for name in given} <= names:
+        of_model |= {f"pixel_{name}": value for name, value in given.items()}
+    else:
+        of_model["image_arguments"] = {**of_model.get("image_arguments", {}), **given}
+    return {**settings, "model": of_model}
 
 
 def _expanded(value: Any, field: str) -> Any:

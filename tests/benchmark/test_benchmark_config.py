@@ -119,6 +119,16 @@ def test_a_start_replaces_the_settings_of_a_system(tmp_path: Path) -> None:
     assert found == {"of the system": "run:convirt", "others": "run:clip"}
 
 
+def test_weights_of_a_start_reach_a_system_through_the_run_that_it_starts_from(tmp_path: Path) -> None:
+    weights = str(tmp_path / "weights.safetensors")
+    starts = [{"name": "own", "pixel_mean": 0.5, "settings": {"model": {"image_weights": weights}}}]
+    settings = {"gloria": {"init_from": "run:convirt"}}
+    config = read_benchmark(write(tmp_path, FILE), {"systems": ["gloria"], "settings": settings, "starts": starts})
+    models = {run.name: run.settings["model"] for run in planned(config, tmp_path).runs}
+    assert (models["convirt"]["image_weights"], models["gloria"]["image_weights"]) == (weights, None)
+    assert models["convirt"]["image_arguments"]["mean"] == models["gloria"]["pixel_mean"] == 0.5
+
+
 @pytest.mark.parametrize("preset", list_benchmarks())
 def test_every_preset_plans(preset: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("MEDVL_REAL_DATA", "MIMIC_SHARDS"):
