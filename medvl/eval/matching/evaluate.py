@@ -34,7 +34,13 @@ from medvl.eval.core.metric_rows import MetricGroup, mean_metrics, measure
 from medvl.eval.core.metrics import Array
 from medvl.eval.core.results import Results
 from medvl.eval.core.subgroups import subgroups_of
-from medvl.eval.retrieval.rerank import Encoded, encode_images_with_text, encode_texts, match_scores
+from medvl.eval.retrieval.rerank import (
+    Encoded,
+    check_matching,
+    encode_images_with_text,
+    encode_texts,
+    match_scores,
+)
 from medvl.eval.retrieval.similarity import encode_images, paired_similarity
 from medvl.models.base import System
 from medvl.models.dual_encoders.bases.base import DualEncoder
@@ -109,12 +115,14 @@ def image_text_matching(
         autocast: dtype of encoders and fusion-encoder; scores stay in float32.
         checkpoint: the model's, whose hash is recorded.
 
-    Raises ConfigError for a model that does not score pairs, EvaluationError if images are missing, no image has a
-    text, or all texts are equal.
+    Raises ConfigError for a model that does not score pairs, EvaluationError for one that was not trained to match, or
+    if images are missing, no image has a text, or all texts are equal.
     """
     if not isinstance(model, FusionModel | DualEncoder):
         message = f"{model.name} scores no pairs; give a dual-encoder or a fusion-encoder"
         raise ConfigError(message, "unsupported", field="model")
+    if isinstance(model, FusionModel):
+        check_matching(model)
     by_key = samples_by_key(loader.source)
     batches = FullPass(loader)
     with evaluating(model):

@@ -99,9 +99,10 @@ def reranked_retrieval(
 
     Raises:
         EvaluationError: a loader does not give every sample once, the two loaders differ, there are fewer than two
-            distinct texts, a score is not finite, or no model makes shortlists.
+            distinct texts, a score is not finite, no model makes shortlists, or `model` was not trained to match.
     """
     image_text.check_ks(ks)
+    check_matching(model)
     if shortlist < 1:
         raise EvaluationError(f"expected a shortlist of 1 or more, got {shortlist}", "out_of_range", field="shortlist")
     if shortlist_model is None and not isinstance(model, ComparesTokens):
@@ -187,6 +188,13 @@ def reranked_ranks(
         among = 1 + ((scores >= best) & ~positive).sum(dim=1)
         sides.append(np.where(positive.any(dim=1).numpy(), among.numpy(), rank))
     return sides[0], sides[1]
+
+
+def check_matching(model: FusionModel) -> None:
+    """Raise EvaluationError for a model that was trained without image-text matching."""
+    if not model.can_match:
+        message = f"this {model.name} was trained without image-text matching, so it scores no pairs"
+        raise EvaluationError(message, "unsupported", field="model")
 
 
 def match_scores(

@@ -15,7 +15,7 @@ from torch import Tensor
 from medvl.errors import ConfigError
 from medvl.eval.classification.label_policy import NO_FINDING
 from medvl.eval.core.embeddings import embed_texts, encode_batch
-from medvl.eval.retrieval.rerank import Encoded, encode_texts, match_scores
+from medvl.eval.retrieval.rerank import Encoded, check_matching, encode_texts, match_scores
 from medvl.eval.retrieval.similarity import paired_similarity
 from medvl.eval.robustness.sentences import paraphrases, statements
 from medvl.eval.zero_shot_classification.prompts import STANDARDIZED, PromptSet
@@ -167,12 +167,16 @@ class DualScorer(Scorer):
 
 
 class FusionScorer(Scorer):
-    """Log-odds of a match of a fusion-encoder; it scores no findings."""
+    """Log-odds of a match of a fusion-encoder; it scores no findings.
+
+    Raises EvaluationError for a model that was trained without matching.
+    """
 
     compares_texts = True
     confidence_is = "largest log-odds of a match with a statement about a finding or its denial"
 
     def __init__(self, model: FusionModel, names: Sequence[str], autocast: torch.dtype | None) -> None:
+        check_matching(model)
         self.model, self._autocast = model, autocast
         self.statements = statements(names or FINDINGS)
         self._statements = encode_texts(model, _in_turn(self.statements))

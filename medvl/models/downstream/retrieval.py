@@ -76,7 +76,7 @@ class RetrievalModel(FusionTask):
 
     def as_matcher(self) -> FusionModel:
         """Return the fusion-encoder with this head in place of its ITM head, for evaluators; it is not copied."""
-        self.fusion_model.itm_head = RankAsMatch(self.rank_head)
+        self.fusion_model.itm_head, self.fusion_model.can_match = RankAsMatch(self.rank_head), True
         return self.fusion_model
 
 

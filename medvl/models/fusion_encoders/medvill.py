@@ -88,6 +88,7 @@ class MedViLL(JointBERT):
             self.masks_closing_token = True
             self.pooler.requires_grad_(False)
             self.itm_head.requires_grad_(False)
+            self.can_match = False
 
     @classmethod
     def build(cls, config: MedViLLConfig, *, pretrained: bool, tokenizer: Tokenizer | None) -> Self:
@@ -96,6 +97,17 @@ class MedViLL(JointBERT):
         freeze_layers(image_encoder, config.frozen_image_layers)
         transform = EvalTransform(size=config.image_size, fit=config.fit)
         return cls(config, image_encoder, text_encoder, transform=transform, tokenizer=tokenizer)
+
+    def for_reading(self) -> Self:
+        """See the base class: under "seq2seq" CLS and SEP attend to no text, so attention becomes bidirectional."""
+        if self.config.attention != "seq2seq":
+            return self
+        config = dataclasses.replace(
+            self.config, objective="pretraining", attention="bidirectional", image_weights=None, text_weights=None
+        )
+        other = self.build(config, pretrained=False, tokenizer=self.tokenizer)
+        other.load_state_dict(self.state_dict(), strict=True)
+        return other.train(self.training)
 
     def image_tokens(self, image: Tensor, has_image_B: Tensor | None = None) -> Tokens:
         """Embed the cells; training samples `config.image_tokens` of them, the same for all images of a batch."""

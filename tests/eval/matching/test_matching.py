@@ -13,10 +13,12 @@ from helpers.fusion_samples import SIDE, TEXTS, tiny_model, tiny_tokenizer
 
 import medvl
 from medvl.errors import ConfigError, EvaluationError
-from medvl.eval import image_text_matching, write_matching_page
+from medvl.eval import ShortlistModel, image_text_matching, reranked_retrieval, write_matching_page
 from medvl.eval.core.publish import PageHeader
 from medvl.eval.matching.evaluate import MIRROR, OTHER, OWN, choose_texts
+from medvl.eval.robustness.scorers import make_scorer
 from medvl.models import FusionModel
+from medvl.models.downstream.retrieval import RetrievalModel
 
 REPORTS = [*TEXTS, "Dense left consolidation of the lungs.", "", "No effusion."]
 
@@ -109,3 +111,14 @@ def test_systems_without_pair_scores_are_refused() -> None:
     model = medvl.create_model("classifier", encoder={"name": "resnet_tiny"}, labels=["Edema"])
     with raises(ConfigError, "unsupported", "model"):
         image_text_matching(model, make_loader())
+
+
+def test_a_system_that_was_not_trained_to_match_is_refused() -> None:
+    model = tiny_model("medvill", tiny_tokenizer(), objective="report")
+    with raises(EvaluationError, "unsupported", "model"):
+        image_text_matching(model, make_loader())
+    with raises(EvaluationError, "unsupported", "model"):
+        reranked_retrieval(model, make_loader(), shortlist_model=ShortlistModel(make_model("convirt"), make_loader()))
+    with raises(EvaluationError, "unsupported", "model"):
+        make_scorer(model, [], [], None)
+    assert RetrievalModel.on(model).as_matcher().can_match

@@ -14,10 +14,11 @@ import medvl
 from medvl.data.tokenizer.tokenizer import Tokenizer
 from medvl.data.transforms.mlm_masking import TextMasking
 from medvl.errors import ConfigError
-from medvl.models.checkpoint import save
-from medvl.models.downstream.vqa.model import VQA
+from medvl.models.checkpoint import load, save
+from medvl.models.downstream.vqa.model import VQA, create_vqa
 from medvl.models.fusion_encoders.medvill import MedViLL, MedViLLConfig
 from medvl.models.fusion_encoders.parts.attention_masks import Attention, attention_mask
+from medvl.models.fusion_encoders.streams import DualStreamConfig
 from medvl.models.text_decoding import Decoding, Generated, search
 from medvl.schema import Batch
 
@@ -285,6 +286,24 @@ def test_report_model_can_start_vqa(tokenizer: Tokenizer) -> None:
     model = VQA.on(tiny_model("medvill", tokenizer, objective="report"), ("yes", "no"))
     frozen = {name.split(".")[1] for name, p in model.named_parameters() if not p.requires_grad}
     assert frozen == {"itm_head", "mlm_head"}
+
+
+def test_questions_to_a_report_writer_reach_the_answer(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    """Under the sequence-to-sequence mask no token of the image block attends to the question."""
+    torch.manual_seed(0)
+    save(tiny_model("medvill", tokenizer, attention="seq2seq", objective="report"), tmp_path)
+    model = create_vqa(tmp_path, ("yes", "no"), fusion=DualStreamConfig()).eval()
+    batch, other = make_batch(tokenizer, 2), make_batch(tokenizer, 2, texts=TEXTS[::-1])
+    own_BA, other_BA = (
+        model.answer_logits(dataclasses.replace(each, image_BCHW=batch.image_BCHW)) for each in (batch, other)
+    )
+    assert (own_BA - other_BA).abs().max() > 1e-5
+    assert model.fusion_model.can_match
+    (tmp_path / "vqa").mkdir()
+    save(model, tmp_path / "vqa")
+    loaded = load(tmp_path / "vqa").eval()
+    assert isinstance(loaded, VQA)
+    assert torch.equal(loaded.answer_logits(batch), own_BA)
 
 
 def test_reference_texts_are_never_read(tokenizer: Tokenizer) -> None:

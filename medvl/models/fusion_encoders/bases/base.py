@@ -4,7 +4,7 @@ import abc
 import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol, Self
 
 import torch
 from torch import Tensor, nn
@@ -42,12 +42,14 @@ class FusionModel(TwoTowers):
         pooled_dim: width of `Fused.pooled_BD`, for heads.
         fused_dim: width of the fused states of image and text.
         itm_head: (B, pooled_dim) to (B, 2): no match, match.
+        can_match: whether `itm_head` is trained, so that `match` says something.
     """
 
     objectives: tuple[Objective[Any, Any, Any], ...]
     pooled_dim: int
     fused_dim: int
     itm_head: nn.Module
+    can_match: bool = True
     masks_closing_token: bool = False
     """Whether the closing token of a text is masked like its words."""
     image_between_text_tokens: ClassVar[bool] = False
@@ -155,6 +157,10 @@ class FusionModel(TwoTowers):
         """(B, 2): logits of "no match" and "match" of each row."""
         logits_B2: Tensor = self.itm_head(self.fuse(text, image).pooled_BD)
         return logits_B2
+
+    def for_reading(self) -> Self:
+        """Return the model for a head that reads images and texts; one that only writes texts changes its attention."""
+        return self
 
     def answer_memory(self, fused: Fused) -> Tokens:
         """Return the states that an answer decoder attends to: those of the text, then those of the image."""
