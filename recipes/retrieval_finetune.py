@@ -45,7 +45,7 @@ paper = Recipe(
         text=RandomSection(),
         image=EvalTransform(size=384),
     ),
-    optim=OptimConfig(lr=5e-6, weight_decay=0.01, betas=(0.9, 0.98), schedule=Linear(warmup_steps=2500)),
+    optim=OptimConfig(lr=5e-6, weight_decay=0.01, betas=(0.9, 0.98), schedule=Linear(warmup_steps=256)),
     train=TrainConfig(
         run_dir=Path("runs/retrieval"),
         epochs=10,

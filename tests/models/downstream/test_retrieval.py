@@ -1,6 +1,7 @@
 """Fine-tuning of matching for retrieval: the loss, the head, and its use in evaluation."""
 
 import dataclasses
+import runpy
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +15,7 @@ from medvl.errors import ConfigError
 from medvl.models import RetrievalModel, create_retrieval, load, save
 from medvl.models.downstream.retrieval import sample_texts
 
+RECIPES = Path(__file__).parents[3] / "recipes"
 TOKENIZER = tiny_tokenizer()
 
 
@@ -82,3 +84,10 @@ def test_matcher_scores_with_the_trained_head(tmp_path: Path) -> None:
     assert {group["lr"] for group in groups if group["name"].startswith("rank_head")} == {5e-3}
     with raises(ConfigError, "out_of_range", "negatives"):
         create_retrieval(tmp_path, negatives=0)
+
+
+def test_paper_preset_warms_up_for_a_tenth_of_its_run() -> None:
+    """ROCO has 65,448 training figures."""
+    recipe = runpy.run_path(str(RECIPES / "retrieval_finetune.py"))["PRESETS"]["paper"]
+    steps = recipe.train.epochs * 65_448 / recipe.train.global_batch
+    assert recipe.optim.schedule.warmup_steps == pytest.approx(steps / 10, rel=0.01)
