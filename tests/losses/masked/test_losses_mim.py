@@ -132,6 +132,8 @@ def test_mask_patches_masks_a_fixed_share_of_each_image() -> None:
     assert drawn.masked_BP.sum(1).tolist() == [243] * 4
     assert mask(patches=10, ratio=0.9).kept_BK.shape == (4, 1)  # 10 * (1 - 0.9) is less than one to a computer
     assert mask(ratio=0.0).kept_BK.shape == (4, 324)
+    for patches, ratio, kept in ((256, 0.15, 217), (576, 0.15, 489), (49, 0.25, 36), (196, 0.75, 49)):
+        assert mask(patches=patches, ratio=ratio).kept_BK.shape == (4, kept)  # as MAE's code, which rounds down
     assert not mask(ratio=0.0).masked_BP.any()
 
 
