@@ -50,18 +50,31 @@ def slake(root: Path, run: Flat[ShardRun], options: Flat[ShardOptions], *, langu
     return _convert(corpus.plan(root, deid, language=language, follow_links=options.follow_links), deid, run, options)
 
 
-def vqa_med(root: Path, run: Flat[ShardRun], options: Flat[ShardOptions]) -> str:
+def vqa_med(
+    root: Path,
+    run: Flat[ShardRun],
+    options: Flat[ShardOptions],
+    *,
+    categories: tuple[Literal["modality", "plane", "organ", "abnormality"], ...] = (
+        "modality",
+        "plane",
+        "organ",
+        "abnormality",
+    ),
+) -> str:
     """Convert ImageCLEF VQA-Med 2019.
 
     Args:
         root: folder that contains the unpacked archives.
         run: output folder, budget, workers.
         options: storage format of the images.
+        categories: keep only the questions of these; modality plane organ, as M3AE does.
     """
     from medvl.data.corpora.questions import vqa_med as corpus
 
     deid = deidentifier(run.salt_file, new_salt=run.new_salt)
-    return _convert(corpus.plan(root, deid, follow_links=options.follow_links), deid, run, options)
+    plan = corpus.plan(root, deid, categories=categories, follow_links=options.follow_links)
+    return _convert(plan, deid, run, options)
 
 
 def path_vqa(root: Path, run: Flat[ShardRun], options: Flat[ShardOptions]) -> str:

@@ -1,13 +1,13 @@
 """ImageCLEF VQA-Med 2019. Layout, scoring and counts: `data_cards/vqa-med.md`."""
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from medvl.common.untrusted import InputFolders
 from medvl.data.annotations.questions import Question
 from medvl.data.corpora.common.questions import check_image_name, clean_text, infer_answer_type, plan_questions
-from medvl.data.corpora.common.tables import Plan, malformed, read_lines
+from medvl.data.corpora.common.tables import Plan, check_choice, malformed, read_lines
 from medvl.data.privacy.deidentify import Deidentifier
 from medvl.errors import CorpusError
 
@@ -21,18 +21,23 @@ _REFERENCE = "VQAMed2019_Test_Questions_w_Ref_Answers.txt"
 _FOLDERS = {"train": "train_images", "validate": "val_images", "test": "vqamed2019_test_images"}
 
 
-def plan(root: Path, deid: Deidentifier, *, follow_links: bool = False) -> Plan:
+def plan(root: Path, deid: Deidentifier, *, categories: Sequence[str] = CATEGORIES, follow_links: bool = False) -> Plan:
     """Plan the samples of VQA-Med with their questions; no image is opened.
 
     Args:
         root: folder with the unpacked archives at any depth; splits whose files are missing are skipped.
         deid: hashes the image names.
+        categories: keep only the questions of these, with unchanged ids; the others are counted. M3AE leaves
+            abnormality out, in training and in the test.
         follow_links: also read files that links outside of the folders lead to, as in trees of git-annex.
 
-    Raises CorpusError when there is no split, a folder of images is missing, or a line has the wrong number of fields.
+    Raises CorpusError when there is no split, a folder of images is missing, or a line has the wrong number of fields;
+    ConfigError when a category is unknown.
     """
     root = Path(root)
     allowed = InputFolders.of(root, follow_links=follow_links)
+    for kept in categories:
+        check_choice(kept, CATEGORIES, "categories")
     warnings: Counter[str] = Counter()
     questions: list[tuple[str, Question]] = []
     images: dict[str, Path] = {}
@@ -43,6 +48,9 @@ def plan(root: Path, deid: Deidentifier, *, follow_links: bool = False) -> Plan:
         folder = _image_folder(root, split)
         for number, (path, image, category, text, answer) in enumerate(rows, 1):
             name = f"{check_image_name(path, image)}.jpg"
+            if category not in categories:
+                warnings["other_category"] += 1
+                continue
             images[name] = folder / name
             question = Question(
                 id=f"{split}-{number}",  # the release has no ids; its order is fixed

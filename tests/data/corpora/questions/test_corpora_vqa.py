@@ -116,6 +116,15 @@ def test_vqa_med_reads_categories_and_alternative_answers(tmp_path, deid):
     assert all(record.sample.image.is_file() for record in plan.records)
 
 
+def test_vqa_med_without_abnormality_keeps_the_ids(tmp_path, deid):
+    """M3AE trains and tests on three of the four categories."""
+    plan = vqa_med.plan(write_vqa_med(tmp_path), deid, categories=("modality", "plane", "organ"))
+    assert list(by_id(plan)) == ["train-1", "train-2", "train-3", "validate-1", "test-2"]
+    assert plan.warnings == {"other_category": 2}
+    with raises(ConfigError, "unknown_name", "categories"):
+        vqa_med.plan(tmp_path, deid, categories=("anatomy",))
+
+
 @pytest.mark.parametrize("protocol", [0, 2, 3, 4, 5])
 @pytest.mark.parametrize("form", ["qa.pkl", "vqa.pkl", "qa.json", "vqa.json"])
 def test_path_vqa_forms_give_equal_questions(tmp_path, deid, form, protocol):
