@@ -31,7 +31,7 @@ class ClassifierRecipe:
     modalities: Literal["image_text", "image", "text"] = "image_text"
     """What the classifier reads. Labels that come from the report are nearly solved by reading it: compare with "text"
     and "image"."""
-    head: Literal["mlp", "linear"] = "mlp"
+    head: Literal["mlp", "meter", "linear"] = "mlp"
     target: Literal["multi_label", "single_label"] = "multi_label"
     head_lr_mult: float = 1.0
     """Learning rate of the head, as a multiple of the encoders'."""

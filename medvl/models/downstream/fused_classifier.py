@@ -24,9 +24,10 @@ from medvl.schema import Batch, Losses
 Modalities = Literal["image_text", "image", "text"]
 """What the model reads. Labels of a corpus often come from the very report, so that "image_text" and "text" are nearly
 solved by reading it; "image" is the figure to compare with image classifiers."""
-ClassifierHead = Literal["mlp", "linear"]
+ClassifierHead = Literal["mlp", "meter", "linear"]
 """Head on the pooled vector. "mlp": Linear to twice the width, GELU, LayerNorm, Linear (LXMERT; Li, Wang and Luo, arXiv
-2009.01523; BERTHop). "linear": one layer. Both are initialised as in BERT."""
+2009.01523; BERTHop). "meter": Linear of the same width, LayerNorm, GELU, Linear (METER; M3AE on MELINDA, with
+`head_lr_mult` 10; PTUnifier, with 50). "linear": one layer. All are initialised as in BERT."""
 Target = Literal["multi_label", "single_label"]
 """Labels of an image: any number of them, or exactly one."""
 
@@ -66,6 +67,9 @@ class FusedClassifier(FusionTask, LabelModel):
         if config.head == "mlp":
             norm = nn.LayerNorm(2 * width, eps=LAYER_NORM_EPS)
             self.label_head = nn.Sequential(nn.Linear(width, 2 * width), nn.GELU(), norm, nn.Linear(2 * width, labels))
+        elif config.head == "meter":
+            norm = nn.LayerNorm(width)
+            self.label_head = nn.Sequential(nn.Linear(width, width), norm, nn.GELU(), nn.Linear(width, labels))
         init_weights(self.label_head)
         self.reads = {"image_text": "image and text"}.get(config.modalities, config.modalities)
 

@@ -113,6 +113,10 @@ def test_heads_have_the_published_layers() -> None:
     assert mlp[0].weight.std().item() == pytest.approx(0.02, rel=0.1)
     assert not mlp[0].bias.any()
     assert [type(layer).__name__ for layer in linear] == ["Linear"]
+    meter = classifier(head="meter").label_head
+    assert [type(layer).__name__ for layer in meter] == ["Linear", "LayerNorm", "GELU", "Linear"]  # M3AE's cls_head
+    assert (meter[0].in_features, meter[0].out_features, meter[3].in_features) == (48, 48, 48)
+    assert meter[1].eps == 1e-5
     groups = classifier(head_lr_mult=4.0).parameter_groups(1e-3, 0.1)
     assert {group["lr"] for group in groups if group["name"].startswith("label_head")} == {4e-3}
 
