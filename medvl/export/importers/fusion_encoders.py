@@ -236,7 +236,8 @@ _PTUNIFIER = Importer(
         ),
     ),
     system=_ptunifier,
-    note="The released code trains neither the pools nor the contrastive head, which are then random in its files.",
+    note="The released code trains neither the pools nor the contrastive head, which are then random in its files. Its "
+    "co-attention and vocabulary head have the LayerNorm epsilon of the text encoder, 1e-5; here it is 1e-12.",
 )
 
 

@@ -37,7 +37,7 @@ _IMPORTERS: Mapping[str, Importer] = {
 }
 
 NOT_IMPORTED: Mapping[str, str] = {
-    "lvit": "a U-Net with Transformer blocks between its stages: medvl has no encoder of that kind",
+    "lvit": "its authors publish no weights; train it with recipes/lvit_qata.py",
     "benchx_converters": "a table of conventions, not a file: BenchX's files are those of the systems that it names",
 }
 """Published layouts without an importer, and the reason."""
