@@ -27,6 +27,7 @@ from torch import Tensor
 
 from medvl.data.annotations.phrases import published_size
 from medvl.data.loading.dense_targets import boxes_of
+from medvl.eval.core.bootstrap import mean_over_labels
 from medvl.eval.core.full_pass import check_disjoint_patients, input_hashes
 from medvl.eval.core.interfaces import Loader
 from medvl.eval.core.metric_rows import MetricGroup, MetricRow, mean_metrics, measure
@@ -226,7 +227,10 @@ def detection_groups(
 
 
 def precision_group(matched: Mapping[str, MatchedDetections]) -> MetricGroup:
-    """Return the average precisions of every label, and their means over labels if there are several."""
+    """Return the average precisions of every label, and their means over labels if there are several.
+
+    A label without a box has no average precision and is left out of the mean, also within a resample.
+    """
     statistics = {label: AveragePrecision(one) for label, one in matched.items()}
     boxed = {label: (one.boxes_N > 0)[:, None] for label, one in matched.items()}
     first = next(iter(matched.values()))
@@ -242,7 +246,8 @@ def precision_group(matched: Mapping[str, MatchedDetections]) -> MetricGroup:
     def statistic(counts_NR: Array) -> Array:
         values_LRM = np.stack([of_label(label, counts_NR) for label in matched])
         if len(matched) > 1:
-            values_LRM = np.concatenate([values_LRM, values_LRM.mean(axis=0, keepdims=True)])
+            means_MR = [mean_over_labels(values_RL) for values_RL in values_LRM.transpose(2, 1, 0)]
+            values_LRM = np.concatenate([values_LRM, np.stack(means_MR, axis=1)[None]])
         return values_LRM.transpose(1, 2, 0).reshape(counts_NR.shape[1], -1)
 
     rows = []

@@ -21,6 +21,7 @@ from medvl.eval.dense.box_metrics import (
     choose_score_threshold,
     match_boxes,
 )
+from medvl.eval.dense.detection import match_by_label, precision_group
 
 NOTHING = np.zeros((0, 4))
 
@@ -258,6 +259,19 @@ def test_chosen_score_threshold_is_the_best() -> None:
     assert math.isnan(choose_score_threshold(match_boxes([ImageDetections(NOTHING, np.zeros(0), NOTHING)])))
     with raises(EvaluationError, "out_of_range", "candidates"):
         choose_score_threshold(matched, candidates=1)
+
+
+def test_labels_without_boxes_are_left_out_of_the_mean_of_average_precision() -> None:
+    box_14, nothing = np.array([[0.0, 0.0, 10.0, 10.0]]), ImageDetections(NOTHING, np.zeros(0), NOTHING)
+    found, false = ImageDetections(box_14, np.ones(1), box_14), ImageDetections(box_14, np.ones(1), NOTHING)
+    missed = ImageDetections(NOTHING, np.zeros(0), box_14)
+    images = [(found, nothing, false), (found, missed, nothing)]
+    group = precision_group(match_by_label(images, ["Nodule", "Mass", "Fracture"]))
+    counts_NR = np.array([[1.0, 2.0], [1.0, 0.0]])  # the second resample has no box of Mass
+    values_KR = dict(zip([row.name for row in group.rows], group.statistic(counts_NR).T, strict=True))
+    for metric in ("ap_rsna", "ap_coco", "ap@0.5", "ap_rsna_boxed"):
+        assert np.isnan(values_KR[f"{metric}/Fracture"]).all()
+        assert values_KR[f"{metric}/macro"].tolist() == pytest.approx([0.5, 1.0])
 
 
 def test_invalid_detections_are_refused() -> None:
