@@ -91,21 +91,18 @@ def mask_areas(map_HW: NDArray[np.floating], truth_HW: NDArray[np.bool_], thresh
     return MaskAreas(intersection_T[None], predicted_T[None], np.array([truth]), np.array([pixels]))
 
 
-def pixel_auroc(map_HW: NDArray[np.floating], truth_HW: NDArray[np.bool_], bins: int = 4096) -> float:
-    """Return the AUROC of an image's pixels, from ranks in so many steps between its lowest and highest value.
+def pixel_auroc(map_HW: NDArray[np.floating], truth_HW: NDArray[np.bool_]) -> float:
+    """Return the AUROC of an image's pixels; equal values count one half.
 
     NaN pixels (outside of the model's crop) are below all others. NaN for an image without pixels of either kind.
     """
     positive, pixels = int(truth_HW.sum()), truth_HW.size
     if positive in (0, pixels):
         return float("nan")
-    low, high = float(np.nanmin(map_HW)), float(np.nanmax(map_HW))
-    steps_P = (map_HW.ravel() - low) / max(high - low, 1e-30) * (bins - 1)
-    rank_P = np.where(np.isnan(steps_P), 0, np.nan_to_num(steps_P) + 1).astype(np.int64)
-    everything_K, inside_K = (np.bincount(rank, minlength=bins + 1) for rank in (rank_P, rank_P[truth_HW.ravel()]))
-    outside_K = everything_K - inside_K
-    below_K = outside_K.cumsum() - outside_K
-    return float((inside_K * (below_K + outside_K / 2)).sum() / (positive * (pixels - positive)))
+    value_HW = np.where(np.isnan(map_HW), -np.inf, map_HW)
+    inside_P, outside_P = np.sort(value_HW[truth_HW]), np.sort(value_HW[~truth_HW])
+    below_P, through_P = (np.searchsorted(outside_P, inside_P, side=side) for side in ("left", "right"))
+    return float((below_P.sum() + through_P.sum()) / 2 / (positive * (pixels - positive)))
 
 
 def stack(parts: Sequence[MaskAreas]) -> MaskAreas:

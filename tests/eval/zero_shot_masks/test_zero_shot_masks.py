@@ -46,11 +46,21 @@ def test_pixel_auroc_is_that_of_scikit_learn(constant: bool) -> None:
     rng = np.random.default_rng(0)
     truth_HW = rng.random((40, 30)) < 0.2
     map_HW = np.full((40, 30), 0.3) if constant else np.round(rng.random((40, 30)) + 0.5 * truth_HW, 3)
-    assert pixel_auroc(map_HW, truth_HW) == pytest.approx(roc_auc_score(truth_HW.ravel(), map_HW.ravel()), abs=1e-3)
+    assert pixel_auroc(map_HW, truth_HW) == pytest.approx(roc_auc_score(truth_HW.ravel(), map_HW.ravel()), abs=1e-9)
     map_HW[:, :3] = np.nan
     filled = np.nan_to_num(map_HW, nan=-1.0)
-    assert pixel_auroc(map_HW, truth_HW) == pytest.approx(roc_auc_score(truth_HW.ravel(), filled.ravel()), abs=1e-3)
+    assert pixel_auroc(map_HW, truth_HW) == pytest.approx(roc_auc_score(truth_HW.ravel(), filled.ravel()), abs=1e-9)
     assert math.isnan(pixel_auroc(map_HW, np.zeros_like(truth_HW)))
+
+
+def test_pixel_auroc_tells_small_probabilities_apart() -> None:
+    rng = np.random.default_rng(0)
+    truth_HW = np.zeros((96, 96), np.bool_)
+    truth_HW[20:40, 20:40] = True
+    logits_HW = rng.normal(-9, 1.5, truth_HW.shape) + 3 * truth_HW
+    logits_HW[80:84, 80:84] = 4  # sure of a few pixels outside, so that all others are near 0
+    map_HW = (1 / (1 + np.exp(-logits_HW))).astype(np.float32)
+    assert pixel_auroc(map_HW, truth_HW) == pytest.approx(roc_auc_score(truth_HW.ravel(), map_HW.ravel()), abs=1e-9)
 
 
 class BrightModel(torch.nn.Module):
