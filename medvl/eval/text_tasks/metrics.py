@@ -23,6 +23,7 @@ from medvl.eval.core.metrics import Array
 
 Predicted = Sequence[str | float | tuple[str, ...]]
 """Label or prediction of each example, in the form of `TextExample.label`."""
+_CONSTANT = 1e-12  # scores whose variance is a smaller share of their mean square are equal but for rounding
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -128,8 +129,11 @@ def _moments(values_N2: Array) -> Array:
 
 def _pearson(totals_RK: Array) -> Array:
     n_R, x_R, y_R, xx_R, yy_R, xy_R = totals_RK.T
-    spread_R = (n_R * xx_R - x_R**2) * (n_R * yy_R - y_R**2)
-    return np.where(spread_R > 1e-12, (n_R * xy_R - x_R * y_R) / np.sqrt(np.maximum(spread_R, 1e-12)), np.nan)
+    x_spread_R, y_spread_R = n_R * xx_R - x_R**2, n_R * yy_R - y_R**2
+    # relative limits: scores may be of any scale
+    varies_R = (x_spread_R > _CONSTANT * n_R * xx_R) & (y_spread_R > _CONSTANT * n_R * yy_R)
+    roots_R = np.sqrt(np.where(varies_R, x_spread_R, 1)) * np.sqrt(np.where(varies_R, y_spread_R, 1))
+    return np.where(varies_R, (n_R * xy_R - x_R * y_R) / roots_R, np.nan)
 
 
 def _f1(totals_R3: Array) -> Array:

@@ -117,6 +117,16 @@ def test_metrics_equal_their_definitions() -> None:
     a, b = [1000 + rng.random() for _ in range(40)], [rng.random() for _ in range(40)]
     assert summed_metric(TASKS["biosses"], a, b)() == pytest.approx(np.corrcoef(a, b)[0, 1])
     assert np.isnan(summed_metric(TASKS["biosses"], [1.0, 1.0], [1.0, 2.0])())
+
+
+@pytest.mark.parametrize("scale", [1e-30, 1e-8, 1.0, 1e30])
+def test_correlation_does_not_depend_on_the_scale(scale: float) -> None:
+    truth, guess = [0.0, 1.0, 2.0, 4.0], [0.3, 0.1, 0.7, 0.9]
+    metric = summed_metric(TASKS["biosses"], truth, [scale * value for value in guess])
+    assert metric() == pytest.approx(np.corrcoef(truth, guess)[0, 1])
+    metric = summed_metric(TASKS["biosses"], truth, [scale * 0.37, scale * 0.37, scale * 0.37, scale * 0.9])
+    counts_NR = np.array([[7.0, 6.0, 7.0, 0.0]]).T  # all drawn guesses are equal
+    assert np.isnan(mean_over_seeds([metric], MetricRow(metric="pearson", target="x", n=4)).statistic(counts_NR)).all()
     answers = summed_metric(TASKS["pubmedqa"], ["yes", "no", "maybe"], ["yes", "no", "no"])
     assert answers() == pytest.approx(2 / 3)
     tags = summed_metric(TASKS["bc2gm"], [("B", "I", "O"), ("B", "O", "B")], [("B", "O", "O"), ("B", "O", "B")])
