@@ -84,11 +84,17 @@ _BRACKETS = re.compile(r"\([^()]*\)")
 
 
 def _llava_med(answer: str, right: str, answer_type: str) -> float:
-    """Closed: 1 if the output contains "yes" or "no", and the right answer. Open: recall of the right words."""
+    """Return the credit of an answer as in LLaVA-Med v1.0's `run_eval.py` and `evaluate_metrics.py`.
+
+    Closed: 1 if the output contains "yes" or "no", and the right answer; the released script leaves a wrong answer
+    with "yes" or "no" out of its denominator, and here it stays. Open: recall of the right words, in which a shared
+    word counts as often as the output has it, and a missed one as often as the right answer has it.
+    """
     if answer_type == "closed":
         return float(("yes" in answer or "no" in answer) and right in answer)
-    words = right.split()
-    return sum(word in set(answer.split()) for word in words) / len(words)
+    given, wanted = answer.split(), right.split()
+    found, missed = sum(word in wanted for word in given), sum(word not in given for word in wanted)
+    return found / (found + missed)
 
 
 _EVERY_SPLIT = ("train", "validate", "test")

@@ -292,6 +292,9 @@ def test_llava_med_token_recall_rewards_long_answers():
     credit = get_protocol("llava_med").credit
     assert credit("right lobe", question) == pytest.approx(2 / 3)
     assert credit("left right upper lower middle lobe", question) == 1
+    assert credit("right right right", question) == pytest.approx(3 / 5)  # its code counts repetitions of the output
+    assert credit("left", make_question("1", "where?", "left and left")) == pytest.approx(1 / 2)
+    assert credit("", question) == 0
 
 
 # VQA-RAD itself
