@@ -26,7 +26,9 @@ class CARZeroConfig(QueryDecoderConfig, LocalDualConfig):
 
     The published text encoder is BioBERT, trained further on reports, and the image encoder is a ViT-B/16 of a masked
     record model (`image_weights` takes a file). The released code pads each text to 97 words and attends to the
-    padding, which moves a score by a tenth to a third of its spread; here padding has no part in anything.
+    padding, which moves a score by a tenth to a third of its spread; here padding has no part in anything. It also has
+    [SEP] among the words, and gives the decoder vectors of any length, where here they are L2-normalised: at 768
+    dimensions, the epsilon of the first norm then makes them 0.4 % shorter.
     """
 
     image_encoder: str = "vit_b16"

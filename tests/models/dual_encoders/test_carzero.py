@@ -122,3 +122,11 @@ def test_with_self_attention_a_decoder_is_torchs() -> None:
     theirs.load_state_dict(ours.state_dict())
     query_BQD, memory_BKD = torch.randn(2, 3, 16), torch.randn(2, 5, 16)
     torch.testing.assert_close(ours(query_BQD, memory_BKD), theirs(query_BQD, memory_BKD))
+
+
+def test_the_decoders_output_has_dropout_in_training() -> None:
+    """As in the released code of MedKLIP, KAD and CARZero: a dropout after the last norm, whose output has no zeros."""
+    decoder = QueryDecoder(16, dataclasses.replace(SMALL, dropout=0.5))
+    inputs = torch.randn(2, 50, 16), torch.randn(2, 5, 16)
+    assert (decoder.train()(*inputs) == 0).float().mean().item() == pytest.approx(0.5, abs=0.1)
+    assert (decoder.eval()(*inputs) != 0).all()

@@ -26,7 +26,7 @@ class QueryDecoderConfig:
     decoder_heads: int = 4
     decoder_hidden: int = 1024
     dropout: float = 0.1
-    """Rate of dropout in the decoder, and in CARZero's head."""
+    """Rate of dropout in the decoder, of the states that it returns, and in CARZero's head."""
 
     def check_decoder(self) -> None:
         """Raise ConfigError for a value out of range."""
@@ -51,6 +51,7 @@ class QueryDecoder(nn.Module):
         super().__init__()
         self.layers = nn.ModuleList(_Layer(dim, config, self_attention) for _ in range(config.decoder_layers))
         self.norm = nn.LayerNorm(dim)
+        self.dropout = nn.Dropout(config.dropout)
         self.shared_norm = shared_norm
 
     def forward(self, query_BQD: Tensor, memory_BKD: Tensor, mask_BK: Tensor | None = None) -> Tensor:
@@ -89,7 +90,7 @@ class QueryDecoder(nn.Module):
         for layer in self.layers:
             query_BQD, weight_BQK = layer(query_BQD, memory_BKD, mask_BK, reads_QQ, attention)
             weights.append(weight_BQK)
-        return self.norm(query_BQD), weights
+        return self.dropout(self.norm(query_BQD)), weights
 
 
 class _Layer(nn.TransformerDecoderLayer):
