@@ -76,7 +76,7 @@ class ReadsTexts(Protocol):
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class EvalTransform:
-    """Deterministic resize to a square: area averaging for shrinking, bilinear for enlarging."""
+    """Deterministic resize to a square: area averaging along sides that shrink, bilinear along those that grow."""
 
     size: int = 224
     fit: Literal["crop", "pad", "squash"] = "crop"
@@ -334,6 +334,9 @@ def as_list(images: Any) -> Sequence[Any]:
 
 
 def _resize(image: np.ndarray, height: int, width: int) -> np.ndarray:
+    smaller = min(height, image.shape[0]), min(width, image.shape[1])
+    if smaller not in (image.shape[:2], (height, width)):  # OpenCV averages areas only where neither side grows
+        image = cv2.resize(image, smaller[::-1], interpolation=cv2.INTER_AREA)
     shrinks = height * width < image.shape[0] * image.shape[1]
     return cv2.resize(image, (width, height), interpolation=cv2.INTER_AREA if shrinks else cv2.INTER_LINEAR)
 

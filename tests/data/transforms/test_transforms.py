@@ -48,6 +48,20 @@ def test_downscaling_averages() -> None:
     assert out.max() <= 129
 
 
+@pytest.mark.parametrize("shape", [(200, 900), (900, 200), (50, 500)])
+def test_downscaling_averages_where_the_other_side_grows(shape: tuple[int, int]) -> None:
+    """Stripes along the side that shrinks are averaged by the area that each pixel covers."""
+    length, size = max(shape), 224
+    stripes = (np.arange(length) % 5 == 0) * 250
+    begin, pixel = np.arange(size + 1) * length / size, np.arange(length + 1)
+    covered = np.minimum.outer(begin[1:], pixel[1:]) - np.maximum.outer(begin[:-1], pixel[:-1])
+    expected = covered.clip(min=0) @ stripes * size / length
+    image = np.tile(stripes.astype(np.uint8), (min(shape), 1))
+    out = EvalTransform(size=size, fit="squash").build()(image if shape[1] == length else image.T, rng())
+    rows = out.image_HWC[:, :, 0] if shape[1] == length else out.image_HWC[:, :, 0].T
+    assert np.abs(rows - expected).max() <= 1
+
+
 def test_augmentation_depends_only_on_the_generator() -> None:
     image = rng(1).integers(0, 256, (180, 150), dtype=np.uint8)
     first, second = (ConVIRTAugmentation(size=96).build() for _ in range(2))
