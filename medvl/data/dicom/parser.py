@@ -14,7 +14,7 @@ import io
 import struct
 import zlib
 from collections.abc import Iterator
-from typing import BinaryIO, NamedTuple
+from typing import BinaryIO, Literal, NamedTuple
 
 from medvl.errors import DicomError
 
@@ -45,6 +45,8 @@ class Tag(enum.IntEnum):
     SIGNED = 0x00280103
     PADDING = 0x00280120
     PADDING_LIMIT = 0x00280121
+    FLOAT_PADDING, DOUBLE_PADDING = 0x00280122, 0x00280123
+    FLOAT_PADDING_LIMIT, DOUBLE_PADDING_LIMIT = 0x00280124, 0x00280125
     WINDOW_CENTER = 0x00281050
     WINDOW_WIDTH = 0x00281051
     INTERCEPT = 0x00281052
@@ -201,6 +203,11 @@ class Elements:
     def word(self, tag: int, *, signed: bool = False) -> int | None:
         """Return the first of `words`, or None."""
         return next(iter(self.words(tag, signed=signed)), None)
+
+    def number(self, tag: int, letter: Literal["f", "d"]) -> float | None:
+        """Return the first floating-point number of 4 (f) or 8 (d) bytes, or None."""
+        data, code = self.raw(tag) or b"", f"{self.encoding.endian}{letter}"
+        return None if len(data) < struct.calcsize(code) else float(struct.unpack_from(code, data)[0])
 
     def text(self, tag: int) -> str | None:
         """Return the first value of a text element; None when it is absent or not ASCII."""

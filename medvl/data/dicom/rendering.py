@@ -87,7 +87,7 @@ class Display:
     """Function from stored values to values (such as Hounsfield units); None for the identity."""
     voi: Table | Window | None
     inverted: bool
-    padding: tuple[int, int] | None
+    padding: tuple[float, float] | None
     """First and last stored value of pixel padding."""
     palette: Table | None
     """Luma of the palette colours."""
@@ -100,15 +100,12 @@ class Display:
         for group in filter(None, groups):
             values = values if values is not elements else group.item(Tag.FRAME_VALUES) or elements
             voi = voi if voi is not elements else group.item(Tag.FRAME_VOI) or elements
-        padding = elements.word(Tag.PADDING, signed=layout.signed)
-        limit = elements.word(Tag.PADDING_LIMIT, signed=layout.signed)
-        bounds = None if padding is None else sorted((padding, padding if limit is None else limit))
         modality, negative = _modality(values, layout)
         return cls(
             modality=modality,
             voi=_voi(voi, layout, signed=layout.signed or negative),
             inverted=layout.photometric == "MONOCHROME1" or elements.text(Tag.SHAPE) == "INVERSE",
-            padding=(bounds[0], bounds[1]) if bounds else None,
+            padding=_padding(elements, layout),
             palette=_palette(elements) if layout.photometric == "PALETTE COLOR" else None,
         )
 
@@ -124,6 +121,22 @@ class LinearValues:
     """Window of the file; where it has a VOI LUT or none at all, the range of values that is shown."""
     inverted: bool
     """Whether the shades of a window are inverted (MONOCHROME1)."""
+
+
+def _padding(elements: Elements, layout: PixelLayout) -> tuple[float, float] | None:
+    """Return the first and last stored value of pixel padding; floating-point samples have elements of their own."""
+    first: float | None
+    last: float | None
+    if layout.keyword == "FloatPixelData":
+        first, last = elements.number(Tag.FLOAT_PADDING, "f"), elements.number(Tag.FLOAT_PADDING_LIMIT, "f")
+    elif layout.keyword == "DoubleFloatPixelData":
+        first, last = elements.number(Tag.DOUBLE_PADDING, "d"), elements.number(Tag.DOUBLE_PADDING_LIMIT, "d")
+    else:
+        first, last = (elements.word(tag, signed=layout.signed) for tag in (Tag.PADDING, Tag.PADDING_LIMIT))
+    if first is None:
+        return None
+    last = first if last is None else last
+    return min(first, last), max(first, last)
 
 
 def _modality(elements: Elements, layout: PixelLayout) -> tuple[Callable[[np.ndarray], np.ndarray] | None, bool]:

@@ -242,6 +242,21 @@ def test_floating_point_pixel_data(tmp_path, dtype):
     assert np.abs(plain.pixels_HW - 255 * expected).max() <= 0.5 + 1e-3
 
 
+@pytest.mark.parametrize("limit", [False, True])
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_floating_point_padding_is_black_and_excluded_from_percentiles(tmp_path, dtype, limit):
+    values = np.random.default_rng(0).normal(size=(50, 60)).astype(dtype)
+    padding = np.full((20, 60), -1e30, dtype)
+    padding[10:] = -5e29 if limit else -1e30
+    kind = "Float" if dtype is np.float32 else "DoubleFloat"
+    fields = {f"{kind}PixelPaddingValue": -1e30} | ({f"{kind}PixelPaddingRangeLimit": -1e29} if limit else {})
+    alone = read_dicom(write_dataset(tmp_path / "a.dcm", float_dataset(values))).pixels_HW
+    padded = float_dataset(np.concatenate([values, padding]), **fields)
+    image = read_dicom(write_dataset(tmp_path / "b.dcm", padded)).pixels_HW
+    np.testing.assert_array_equal(image[:50], alone)
+    assert not image[50:].any()
+
+
 def test_single_bits(tmp_path):
     masks = np.random.default_rng(0).integers(0, 2, (2, 11, 7), dtype=np.uint8)
     data = image_dataset(masks, NumberOfFrames=2, BitsAllocated=1, BitsStored=1, HighBit=0)
