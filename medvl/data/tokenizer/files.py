@@ -121,7 +121,12 @@ def _backend(files: Mapping[str, Path], config: Mapping[str, Any], lowercase: bo
         tokens = [token.rstrip("\r") for token in _text(files[VOCABULARY_FILE]).split("\n")]
         vocabulary = {token: index for index, token in enumerate(tokens) if token}
         lowercase = config.get("do_lower_case", True) if lowercase is None else lowercase
-        return build_wordpiece(vocabulary, lowercase=bool(lowercase))
+        return build_wordpiece(
+            vocabulary,
+            lowercase=bool(lowercase),
+            strip_accents=config.get("strip_accents"),
+            split_chinese=bool(config.get("tokenize_chinese_chars", True)),
+        )
     if set(_BPE_FILES) <= set(files):
         return _build_byte_level(parse_json(_text(files["vocab.json"])), _text(files["merges.txt"]))
     return None
@@ -140,13 +145,24 @@ def _special(backend: Backend, role: str, config: Mapping[str, Any]) -> str | No
     return next((token for token in [*candidates, *_SPECIAL[role]] if backend.token_to_id(token) is not None), None)
 
 
-def build_wordpiece(vocabulary: Mapping[str, int], *, lowercase: bool) -> Backend:
-    """Build BERT's tokenizer for a vocabulary. Raises ConfigError when a special token is missing."""
+def build_wordpiece(
+    vocabulary: Mapping[str, int], *, lowercase: bool, strip_accents: bool | None = None, split_chinese: bool = True
+) -> Backend:
+    """Build BERT's tokenizer for a vocabulary. Raises ConfigError when a special token is missing.
+
+    Args:
+        vocabulary: token -> id.
+        lowercase: lower-case texts.
+        strip_accents: remove accents; None does so where texts are lower-cased.
+        split_chinese: make each Chinese character a word.
+    """
     missing = [names[0] for names in _SPECIAL.values() if names[0] not in vocabulary]
     if missing:
         raise ConfigError(f"the vocabulary lacks {', '.join(missing)}", "missing")
     backend = Backend(models.WordPiece(dict(vocabulary), unk_token="[UNK]"))
-    backend.normalizer = normalizers.BertNormalizer(lowercase=lowercase)
+    backend.normalizer = normalizers.BertNormalizer(
+        lowercase=lowercase, strip_accents=strip_accents, handle_chinese_chars=split_chinese
+    )
     backend.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     backend.decoder = decoders.WordPiece()
     ends = [(token, vocabulary[token]) for token in ("[CLS]", "[SEP]")]

@@ -191,6 +191,25 @@ def test_vocabulary_file_alone(trained: Tokenizer, tmp_path: Path, lowercase: bo
     assert load_tokenizer(folder, lowercase=not lowercase)(["Left"])[0].tolist() != loaded(["Left"])[0].tolist()
 
 
+@pytest.mark.parametrize("accents", [None, True, False])
+@pytest.mark.parametrize("chinese", [True, False])
+@pytest.mark.parametrize("lowercase", [True, False])
+def test_accents_and_chinese_of_a_vocabulary_file(
+    tmp_path: Path, lowercase: bool, chinese: bool, accents: bool | None
+) -> None:
+    """A configuration beside a vocab.txt applies as in transformers."""
+    from transformers import BertTokenizer
+
+    letters = [*"ULulceéö", "肺", "癌", "##e", "##é", "##癌", "##ö", "##u", "##l"]
+    tokens = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *letters]
+    settings = {"do_lower_case": lowercase, "strip_accents": accents, "tokenize_chinese_chars": chinese}
+    (tmp_path / "vocab.txt").write_text("\n".join(tokens), encoding="utf-8")
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    theirs: Any = BertTokenizer(vocab={token: index for index, token in enumerate(tokens)}, **settings)
+    for text in ("uléö Uleo", "肺癌", "c肺癌 é癌"):
+        assert real(*load_tokenizer(tmp_path)([text])) == theirs(text)["input_ids"]
+
+
 def test_byte_level_ids_match_the_library(roberta_folder: Path) -> None:
     ours = load_tokenizer(roberta_folder)
     theirs = tokenizers.ByteLevelBPETokenizer(str(roberta_folder / "vocab.json"), str(roberta_folder / "merges.txt"))
