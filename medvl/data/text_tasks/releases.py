@@ -166,7 +166,11 @@ def _until_full_stop(word: str, tag: str) -> list[str]:
 
 
 def _chemprot(folder: Path, task: TextTask) -> dict[Split, list[TextExample]]:
-    """Read BioCreative's tables; sentences are split by medvl, so the number of pairs differs slightly from BLURB's."""
+    """Read BioCreative's tables; sentences are split by medvl, so the number of pairs differs slightly from BLURB's.
+
+    Of several relations of a pair the last of the five classes counts. BLURB takes the last of all, and so makes a pair
+    "false" that also has a relation of another class.
+    """
     result: dict[Split, list[TextExample]] = {}
     for split, name in (("train", "training"), ("dev", "development"), ("test", "test")):
         abstracts = next(iter(sorted(folder.rglob(f"chemprot_{name}_abstracts*.tsv"))), None)
@@ -175,7 +179,11 @@ def _chemprot(folder: Path, task: TextTask) -> dict[Split, list[TextExample]]:
         ending = abstracts.name.removeprefix(f"chemprot_{name}_abstracts")
         entities = _rows(abstracts.with_name(f"chemprot_{name}_entities{ending}"), folder)
         relations = _rows(abstracts.with_name(f"chemprot_{name}_relations{ending}"), folder)
-        classes = {(row[0], row[4].split(":", 1)[1], row[5].split(":", 1)[1]): row[1] for row in relations}
+        classes = {
+            (row[0], row[4].split(":", 1)[1], row[5].split(":", 1)[1]): row[1]
+            for row in relations
+            if row[1] in task.labels
+        }
         found: dict[str, list[tuple[str, str, int, int]]] = {}
         for document, entity, kind, start, end, *_ in entities:
             found.setdefault(document, []).append((entity, kind, int(start), int(end)))
@@ -205,7 +213,7 @@ def _chemprot_pairs(
                     key=f"{document}.{chemical[0]}.{gene[0]}",
                     document=document,
                     texts=(text[start:end],),
-                    label=label if label in task.labels else "false",
+                    label=label,
                     spans=(first, second),
                 )
 

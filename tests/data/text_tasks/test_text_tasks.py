@@ -133,6 +133,11 @@ def test_releases_of_relations(tmp_path: Path) -> None:
     write(folder / "chemprot_training_relations.tsv", "1\tCPR:4\tY\tINHIBITOR\tArg1:T1\tArg2:T2\n")
     (chem,) = read_text_task(tmp_path, TASKS["chemprot"])["train"]
     assert (chem.texts, chem.label) == (("@CHEMICAL$ blocks @GENE$ now.",), "CPR:4")
+    also = "1\tCPR:1\tN\tPART-OF\tArg1:T1\tArg2:T2\n"  # BLURB's script would make the pair "false"
+    write(folder / "chemprot_training_relations.tsv", "1\tCPR:4\tY\tINHIBITOR\tArg1:T1\tArg2:T2\n" + also)
+    assert [pair.label for pair in read_text_task(tmp_path, TASKS["chemprot"])["train"]] == ["CPR:4"]
+    write(folder / "chemprot_training_relations.tsv", also)
+    assert [pair.label for pair in read_text_task(tmp_path, TASKS["chemprot"])["train"]] == ["false"]
 
 
 def test_releases_of_documents_and_questions(tmp_path: Path) -> None:
