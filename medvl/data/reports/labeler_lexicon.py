@@ -40,7 +40,7 @@ MENTIONS: dict[str, Table] = {
     "Fracture": ("fractur*", "fx"),
     "Lung Lesion": (
         "nodul*",
-        "mass(?:es|-?like)?",
+        "mass(?:es|-?like|(?! effect))",
         "(?:lung|pulmonary|cavitary|metastatic) lesions?",
         "(?:neoplas*|carcinoma|tumou?rs?|metastas[ei]s)",
     ),
