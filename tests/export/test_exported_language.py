@@ -67,6 +67,9 @@ def test_published_models_are_imported_and_exported_with_their_heads(name: str, 
     torch.testing.assert_close(back(input_ids=IDS, attention_mask=MASK.long()).logits[MASK], words_BTV[MASK])
     words = transformers.AutoTokenizer.from_pretrained(tmp_path / "theirs")
     assert words("small effusion")["input_ids"] == text_vocabulary(40)(["small effusion"])[0][0].tolist()
+    pair, own = words("small effusion", "edema"), text_vocabulary(40).pairs(["small effusion"], ["edema"])
+    assert pair["input_ids"] == own.ids_BT[0].tolist()
+    assert pair.get("token_type_ids") == (own.types_BT[0].tolist() if back.config.type_vocab_size > 1 else None)
 
 
 def test_files_of_other_heads_are_refused_by_name(tmp_path: Path) -> None:

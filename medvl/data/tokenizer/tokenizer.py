@@ -205,8 +205,11 @@ class Tokenizer:
         """Return (B, T) int64: the index of each token's word in its text; -1 on special tokens and padding."""
         return self._words.words(ids_BT, mask_BT)
 
-    def save(self, folder: Path | str) -> None:
-        """Write the tokenizer to a folder that `load_tokenizer` and transformers' AutoTokenizer can read."""
+    def save(self, folder: Path | str, *, token_types: bool = False) -> None:
+        """Write the tokenizer to a folder that `load_tokenizer` and transformers' AutoTokenizer can read.
+
+        With `token_types`, transformers' tokenizer also returns `token_type_ids`, which a BERT needs for pairs.
+        """
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         self._backend.no_truncation()  # the maximum length is stored in the configuration
@@ -219,6 +222,7 @@ class Tokenizer:
             "model_max_length": self.max_tokens,
             "medvl_source": self.source,
             **({"medvl_text": self._loaded.cleaning} if self._loaded.cleaning else {}),
+            **({"model_input_names": ["input_ids", "token_type_ids", "attention_mask"]} if token_types else {}),
             **{f"{role}_token": token for role, token in self._loaded.special.items() if token is not None},
         }
         (folder / files.CONFIG_FILE).write_text(json.dumps(config, indent=1, sort_keys=True) + "\n", encoding="utf-8")

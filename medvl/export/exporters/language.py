@@ -47,7 +47,7 @@ def export_language_model(model: LanguageModel, out: Path | str) -> Exported:
     with new_folder(Path(out)) as folder, torch.no_grad():
         net.save_pretrained(folder)
         if model.tokenizer is not None:
-            model.tokenizer.save(folder)
+            model.tokenizer.save(folder, token_types=getattr(net.config, "type_vocab_size", 1) > 1)
         ids = random_ids(model.text_encoder, None)
         mask = torch.ones_like(ids, dtype=torch.bool)
         states_BTD = model.text_encoder(ids, mask).tokens_BTD
