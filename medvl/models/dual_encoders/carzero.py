@@ -25,10 +25,8 @@ class CARZeroConfig(QueryDecoderConfig, LocalDualConfig):
     """Settings of the paper and the released code.
 
     The published text encoder is BioBERT, trained further on reports, and the image encoder is a ViT-B/16 of a masked
-    record model (`image_weights` takes a file). The released code pads each text to 97 words and attends to the
-    padding, which moves a score by a tenth to a third of its spread; here padding has no part in anything. It also has
-    [SEP] among the words, and gives the decoder vectors of any length, where here they are L2-normalised: at 768
-    dimensions, the epsilon of the first norm then makes them 0.4 % shorter.
+    record model (`image_weights` takes a file). The released code attends to [SEP] and to padding, which moves scores by
+    a tenth to a third of their spread, and does not L2-normalise what its LayerNorm reads (0.4 % shorter here).
     """
 
     image_encoder: str = "vit_b16"

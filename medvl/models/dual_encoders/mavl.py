@@ -17,6 +17,7 @@ from medvl.losses.pairs.soft_targets import multi_positive
 from medvl.models.config_checks import check_choice, check_within
 from medvl.models.dual_encoders.medklip import MedKLIP, MedKLIPConfig
 from medvl.models.dual_encoders.parts.attention import PositionedPool
+from medvl.models.dual_encoders.parts.query_decoder import init_around_decoder
 from medvl.models.registry import register_system
 from medvl.schema import Batch, Embeddings
 
@@ -59,10 +60,12 @@ class MAVL(MedKLIP):
 
     The contrast's targets, the present entities of an image or the images of an entity, sum to 1; images without one
     have none. The released code does not normalise them, so that an image with ten entities weighs eight times one with
-    a single one. The convolution over an entity's aspects is the same function as the linear layer here.
+    a single one. The convolution over an entity's aspects is the same function as the linear layer here. The dropout
+    behind the decoder is of single numbers, there of whole states.
     """
 
     Config = MAVLConfig
+    linear_heads = ()
 
     def __init__(self, config: MAVLConfig, *args: Any, pool: nn.Module, **kwargs: Any) -> None:
         super().__init__(config, *args, **kwargs)
@@ -82,18 +85,19 @@ class MAVL(MedKLIP):
         heads, width = super().make_heads(config, image_encoder, text_encoder), config.projection_dim
         layers = nn.Linear(image_encoder.patch_dim, width), nn.PReLU(), nn.Linear(width, width)
         cells = math.prod(image_encoder.grid(config.image_size, config.image_size))
-        pool = PositionedPool(width, cells, config.pool_heads)
+        pool = PositionedPool(image_encoder.patch_dim, cells, config.pool_heads, width)
+        init_around_decoder(pool)
         return {**heads, "image_head": nn.Sequential(*layers), "pool": pool}
 
     def unnormalized_image(self, image_BCHW: Tensor) -> Tensor:
-        """See the base class: the grid pooled by attention."""
-        pooled_BD: Tensor = self.pool(self._project_grid(image_BCHW))
+        """See the base class: the encoder's grid pooled by attention, without the projection."""
+        pooled_BD: Tensor = self.pool(self.image_encoder(image_BCHW).patches_BPD)
         return pooled_BD.float()
 
     def embed_images(self, image_BCHW: Tensor) -> Embeddings:
         """See the base class."""
-        grid_BPD = self._project_grid(image_BCHW)
-        return Embeddings(F.normalize(self.pool(grid_BPD).float(), dim=-1), grid_BPD)
+        patches_BPD = self.image_encoder(image_BCHW).patches_BPD
+        return Embeddings(F.normalize(self.pool(patches_BPD).float(), dim=-1), self.image_head(patches_BPD))
 
     def more_terms(
         self, batch: Batch, images: Embeddings, states_BQD: Tensor, labels_BL: Tensor

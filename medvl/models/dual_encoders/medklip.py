@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -17,6 +17,7 @@ from medvl.models.base import EncoderArguments
 from medvl.models.config_checks import check_within
 from medvl.models.dual_encoders.bases.queries import QueryConfig, QueryEncoder
 from medvl.models.dual_encoders.parts.query_book import QueryBook
+from medvl.models.dual_encoders.parts.query_decoder import init_around_decoder
 from medvl.models.registry import register_system
 from medvl.schema import Batch, Embeddings, Inputs
 
@@ -48,6 +49,8 @@ class MedKLIP(QueryEncoder):
     """Cross-entropy of each mentioned entity's presence, and of the place of each present one (section 3)."""
 
     Config = MedKLIPConfig
+    linear_heads: ClassVar[tuple[str, ...]] = ("image_head", "place")
+    """Heads with the decoder's initial weights; MAVL has convolutions in their place, with those of torch."""
 
     def __init__(self, config: MedKLIPConfig, *args: Any, places: QueryBook, place: nn.Module, **kwargs: Any) -> None:
         super().__init__(config, *args, **kwargs)
@@ -58,11 +61,13 @@ class MedKLIP(QueryEncoder):
     def make_heads(cls, config: Any, image_encoder: ImageEncoder, text_encoder: TextEncoder) -> dict[str, Any]:
         """See the base class. `place` maps the states of an entity's queries to the text encoder's space."""
         sentences = [f"It is located at the {name}." for name in PLACES]
-        return {
+        heads = {
             **super().make_heads(config, image_encoder, text_encoder),
             "places": QueryBook(sentences, text_encoder.feature_dim),
             "place": nn.Linear(config.projection_dim * len(cls.sentences_of(config)[0]), text_encoder.feature_dim),
         }
+        init_around_decoder(heads["text_head"], *(heads[name] for name in cls.linear_heads))
+        return heads
 
     def more_terms(
         self, batch: Batch, images: Embeddings, states_BQD: Tensor, labels_BL: Tensor

@@ -122,16 +122,20 @@ def test_losses_are_presence_place_and_the_contrast_of_every_aspect(unmentioned:
 
 
 def test_the_image_vector_is_attention_of_the_mean_over_mean_and_cells() -> None:
-    pool = create().pool.eval()
-    grid_BPD = torch.randn(2, pool.position.shape[0] - 1, 16)
+    model = create()
+    pool, width = model.pool.eval(), model.image_encoder.patch_dim
+    grid_BPD = torch.randn(2, pool.position.shape[0] - 1, width)
     tokens_BKD = torch.cat([grid_BPD.mean(dim=1, keepdim=True), grid_BPD], dim=1) + pool.position
     weight, bias = pool.attention.in_proj_weight.chunk(3), pool.attention.in_proj_bias.chunk(3)
     query, key, value = (
-        (tokens_BKD @ w.T + b).unflatten(2, (8, 2)).transpose(1, 2) for w, b in zip(weight, bias, strict=True)
+        (tokens_BKD @ w.T + b).unflatten(2, (8, width // 8)).transpose(1, 2) for w, b in zip(weight, bias, strict=True)
     )
-    attention = (query[:, :, :1] @ key.transpose(2, 3) / 2**0.5).softmax(dim=3)
+    attention = (query[:, :, :1] @ key.transpose(2, 3) / (width / 8) ** 0.5).softmax(dim=3)
     pooled_BD = pool.attention.out_proj((attention @ value).transpose(1, 2).flatten(2).squeeze(1))
     torch.testing.assert_close(pool(grid_BPD), pooled_BD)
+    image_BCHW = make_batch().image_BCHW
+    patches_BPD = model.eval().image_encoder(image_BCHW).patches_BPD
+    torch.testing.assert_close(model.encode_image(image_BCHW, normalize=False), pool(patches_BPD))
 
 
 def test_every_trained_parameter_has_a_gradient_also_without_labels_and_under_autocast() -> None:

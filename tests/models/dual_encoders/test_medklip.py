@@ -207,3 +207,11 @@ def test_published_shapes() -> None:
     of_decoder = {name.partition("decoder.")[2]: shape for name, shape in shapes_of("medklip").items()}
     of_decoder.pop("")
     assert shapes == of_decoder
+
+
+def test_weights_around_the_decoder_start_as_released() -> None:
+    heads = medklip(projection_dim=128, decoder_hidden=256)
+    wide = heads.decoder.layers[0].multihead_attn.in_proj_weight, heads.decoder.layers[0].linear1.weight
+    for weight in (*wide, heads.text_head.weight, heads.image_head[0].weight, heads.place.weight):
+        assert float(weight.detach().std()) == pytest.approx(0.02, rel=0.03)
+    assert float(heads.presence.weight.detach().std()) == pytest.approx(0.02, rel=0.2)

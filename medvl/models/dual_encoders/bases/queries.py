@@ -19,7 +19,11 @@ from medvl.models.dual_encoders.bases.base import DualEncoderConfig, projection_
 from medvl.models.dual_encoders.bases.build import create_encoders
 from medvl.models.dual_encoders.bases.text_maps import TextMaps
 from medvl.models.dual_encoders.parts.query_book import QueryBook
-from medvl.models.dual_encoders.parts.query_decoder import QueryDecoder, QueryDecoderConfig
+from medvl.models.dual_encoders.parts.query_decoder import (
+    QueryDecoder,
+    QueryDecoderConfig,
+    init_around_decoder,
+)
 from medvl.schema import FINDINGS, Batch, Embeddings, Inputs, Losses
 
 _QUERIES = 256
@@ -99,13 +103,15 @@ class QueryEncoder(TextMaps):
     def make_heads(cls, config: Any, image_encoder: ImageEncoder, text_encoder: TextEncoder) -> dict[str, Any]:
         """Return the modules behind the encoders, by name of the constructor's argument."""
         width, sentences = config.projection_dim, cls.sentences_of(config)
-        return {
+        heads: dict[str, Any] = {
             "decoder": QueryDecoder(width, config, shared_norm=cls.shared_norm),
             "image_head": projection_head(image_encoder.patch_dim, width),
             "text_head": nn.Linear(text_encoder.feature_dim, width),
             "book": QueryBook([text for each in sentences for text in each], text_encoder.feature_dim),
             "presence": nn.Linear(width * len(sentences[0]), 2),
         }
+        init_around_decoder(heads["presence"])
+        return heads
 
     def unnormalized_image(self, image_BCHW: Tensor) -> Tensor:
         """See the base class: the mean of the projected grid."""

@@ -10,6 +10,7 @@ queries, K keys, N and M items of two sequences; the others as in `medvl.schema`
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from medvl.losses.precision import full_precision
 from medvl.models.dual_encoders.parts.heads import MaskedBatchNorm, mask_of
@@ -140,15 +141,17 @@ class PositionedPool(nn.Module):
         dim: D; a multiple of `heads`.
         cells: P, number of cells.
         heads: 8 in MAVL.
+        out: E, width of the result.
     """
 
-    def __init__(self, dim: int, cells: int, heads: int = 8) -> None:
+    def __init__(self, dim: int, cells: int, heads: int, out: int) -> None:
         super().__init__()
         self.position = nn.Parameter(torch.randn(1 + cells, dim) / dim**0.5)
         self.attention = nn.MultiheadAttention(dim, heads, batch_first=True)
+        self.attention.out_proj = NonDynamicallyQuantizableLinear(dim, out)
 
     def forward(self, grid_BPD: Tensor) -> Tensor:
-        """Return (B, D)."""
+        """Return (B, E)."""
         tokens_BKD = torch.cat([grid_BPD.mean(dim=1, keepdim=True), grid_BPD], dim=1) + self.position
         pooled_B1D: Tensor = self.attention(tokens_BKD[:, :1], tokens_BKD, tokens_BKD, need_weights=False)[0]
         return pooled_B1D.squeeze(1)
