@@ -25,8 +25,8 @@ class CARZeroConfig(QueryDecoderConfig, LocalDualConfig):
     """Settings of the paper and the released code.
 
     The published text encoder is BioBERT, trained further on reports, and the image encoder is a ViT-B/16 of a masked
-    record model (`image_weights` takes a file). The released code attends to [SEP] and to padding, which moves scores by
-    a tenth to a third of their spread, and does not L2-normalise what its LayerNorm reads (0.4 % shorter here).
+    record model (`image_weights` takes a file). The released code attends to [SEP] and to padding, which moves scores
+    by a tenth to a third of their spread, and does not L2-normalise what its LayerNorm reads (0.4 % shorter here).
     """
 
     image_encoder: str = "vit_b16"
