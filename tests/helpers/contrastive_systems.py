@@ -1,6 +1,7 @@
 """Small models of all contrastive systems, and a batch for each."""
 
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -121,7 +122,11 @@ def carzero(**settings: Any) -> ContrastiveEncoder:
     towers = {"image_encoder": "resnet_tiny", "text_encoder": "tiny_bert", "text_arguments": {"num_hidden_layers": 1}}
     sizes = {"image_size": 64, "projection_dim": 24, "decoder_layers": 2, "decoder_hidden": 32, "head_dims": (16,)}
     settings = {"text_layers": 1, **settings}
-    return medvl.create_model("carzero", tokenizer=gloria_ranks.tiny_tokenizer(), **{**towers, **sizes, **settings})
+    model = medvl.create_model("carzero", tokenizer=gloria_ranks.tiny_tokenizer(), **{**towers, **sizes, **settings})
+    with torch.no_grad():  # N(0, 0.02) at this width would make gradients too small to compare
+        for parameter in (*model.decoder.parameters(), *model.score.parameters()):
+            parameter.mul_(math.sqrt(768 / 24) if parameter.ndim == 2 else 1)
+    return model
 
 
 def cxrclip(**settings: Any) -> ContrastiveEncoder:
