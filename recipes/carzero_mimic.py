@@ -68,6 +68,7 @@ tiny = quickstart.zero_shot_recipe(
         decoder_layers=2,
         decoder_hidden=256,
         dropout=0.0,
+        init_std=None,
         head_dims=(128,),
     ),
     dataclasses.replace(quickstart.DATA, text=Statements()),

@@ -99,6 +99,7 @@ QUERIES: dict[str, Any] = {
     "decoder_layers": 2,
     "decoder_hidden": 256,
     "dropout": 0.0,
+    "init_std": None,
 }
 """Model settings of MedKLIP and its successors: two layers of queries over the grid of `ENCODERS`' image encoder."""
 

@@ -1,7 +1,6 @@
 """Small models of all contrastive systems, and a batch for each."""
 
 import dataclasses
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -121,12 +120,8 @@ def carzero(**settings: Any) -> ContrastiveEncoder:
     torch.manual_seed(0)
     towers = {"image_encoder": "resnet_tiny", "text_encoder": "tiny_bert", "text_arguments": {"num_hidden_layers": 1}}
     sizes = {"image_size": 64, "projection_dim": 24, "decoder_layers": 2, "decoder_hidden": 32, "head_dims": (16,)}
-    settings = {"text_layers": 1, **settings}
-    model = medvl.create_model("carzero", tokenizer=gloria_ranks.tiny_tokenizer(), **{**towers, **sizes, **settings})
-    with torch.no_grad():  # N(0, 0.02) at this width would make gradients too small to compare
-        for parameter in (*model.decoder.parameters(), *model.score.parameters()):
-            parameter.mul_(math.sqrt(768 / 24) if parameter.ndim == 2 else 1)
-    return model
+    settings = {"text_layers": 1, "init_std": None, **settings}
+    return medvl.create_model("carzero", tokenizer=gloria_ranks.tiny_tokenizer(), **{**towers, **sizes, **settings})
 
 
 def cxrclip(**settings: Any) -> ContrastiveEncoder:

@@ -72,7 +72,7 @@ class CARZero(LocalDualEncoder):
         for name, width in (("image_head", image_encoder.feature_dim), ("region_head", image_encoder.patch_dim)):
             heads[name] = nn.Identity() if width == config.projection_dim else heads[name]
         decoder = QueryDecoder(config.projection_dim, config, self_attention=False, shared_norm=True)
-        score = score_head(config.projection_dim, config.head_dims, config.dropout)
+        config.init_modules(score := score_head(config.projection_dim, config.head_dims, config.dropout))
         return {**heads, "decoder": decoder, "score": score}
 
     def score_pairs(self, memory: Embeddings, query_ME: Tensor, chunk: int | None = None) -> Tensor:

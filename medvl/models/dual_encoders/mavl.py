@@ -17,7 +17,6 @@ from medvl.losses.pairs.soft_targets import multi_positive
 from medvl.models.config_checks import check_choice, check_within
 from medvl.models.dual_encoders.medklip import MedKLIP, MedKLIPConfig
 from medvl.models.dual_encoders.parts.attention import PositionedPool
-from medvl.models.dual_encoders.parts.query_decoder import init_around_decoder
 from medvl.models.registry import register_system
 from medvl.schema import Batch, Embeddings
 
@@ -86,7 +85,7 @@ class MAVL(MedKLIP):
         layers = nn.Linear(image_encoder.patch_dim, width), nn.PReLU(), nn.Linear(width, width)
         cells = math.prod(image_encoder.grid(config.image_size, config.image_size))
         pool = PositionedPool(image_encoder.patch_dim, cells, config.pool_heads, width)
-        init_around_decoder(pool)
+        config.init_modules(pool)
         return {**heads, "image_head": nn.Sequential(*layers), "pool": pool}
 
     def unnormalized_image(self, image_BCHW: Tensor) -> Tensor:

@@ -17,7 +17,6 @@ from medvl.models.base import EncoderArguments
 from medvl.models.config_checks import check_within
 from medvl.models.dual_encoders.bases.queries import QueryConfig, QueryEncoder
 from medvl.models.dual_encoders.parts.query_book import QueryBook
-from medvl.models.dual_encoders.parts.query_decoder import init_around_decoder
 from medvl.models.registry import register_system
 from medvl.schema import Batch, Embeddings, Inputs
 
@@ -66,7 +65,7 @@ class MedKLIP(QueryEncoder):
             "places": QueryBook(sentences, text_encoder.feature_dim),
             "place": nn.Linear(config.projection_dim * len(cls.sentences_of(config)[0]), text_encoder.feature_dim),
         }
-        init_around_decoder(heads["text_head"], *(heads[name] for name in cls.linear_heads))
+        config.init_modules(heads["text_head"], *(heads[name] for name in cls.linear_heads))
         return heads
 
     def more_terms(

@@ -19,11 +19,7 @@ from medvl.models.dual_encoders.bases.base import DualEncoderConfig, projection_
 from medvl.models.dual_encoders.bases.build import create_encoders
 from medvl.models.dual_encoders.bases.text_maps import TextMaps
 from medvl.models.dual_encoders.parts.query_book import QueryBook
-from medvl.models.dual_encoders.parts.query_decoder import (
-    QueryDecoder,
-    QueryDecoderConfig,
-    init_around_decoder,
-)
+from medvl.models.dual_encoders.parts.query_decoder import QueryDecoder, QueryDecoderConfig
 from medvl.schema import FINDINGS, Batch, Embeddings, Inputs, Losses
 
 _QUERIES = 256
@@ -110,7 +106,7 @@ class QueryEncoder(TextMaps):
             "book": QueryBook([text for each in sentences for text in each], text_encoder.feature_dim),
             "presence": nn.Linear(width * len(sentences[0]), 2),
         }
-        init_around_decoder(heads["presence"])
+        config.init_modules(heads["presence"])
         return heads
 
     def unnormalized_image(self, image_BCHW: Tensor) -> Tensor:

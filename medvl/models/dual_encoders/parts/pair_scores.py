@@ -7,7 +7,6 @@ import torch
 from torch import Tensor, nn
 
 from medvl.losses.local.statements import in_chunks
-from medvl.models.dual_encoders.parts.query_decoder import init_around_decoder
 
 _CHUNK_BYTES, _CHUNK_TENSORS = 2**29, 4
 """Memory of the network's widest states for one chunk of queries, and how many of them it holds at once."""
@@ -20,9 +19,7 @@ def score_head(width: int, hidden: Sequence[int], dropout: float) -> nn.Sequenti
         nn.Sequential(nn.Linear(before, after), nn.ReLU(), nn.Dropout(dropout))
         for before, after in itertools.pairwise(widths)
     ]
-    head = nn.Sequential(*layers, nn.Linear(widths[-1], 1))
-    init_around_decoder(head)
-    return head
+    return nn.Sequential(*layers, nn.Linear(widths[-1], 1))
 
 
 def with_global(global_NE: Tensor, local_NPE: Tensor, mask_NP: Tensor) -> tuple[Tensor, Tensor]:
