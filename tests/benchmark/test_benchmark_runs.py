@@ -181,6 +181,12 @@ def test_job_arrays_hold_all_runs_after_those_they_need(file: Path, tmp_path: Pa
     assert submit.read_text().count("sbatch --parsable") == 2
 
 
+def test_pages_name_the_runs_that_systems_start_from(file: Path, tmp_path: Path) -> None:
+    changes = {"systems": ["umrl", "convirt"], "settings": {"umrl": {"image_from": "run:convirt"}}}
+    write_site(plan_runs(read_benchmark(file, changes), tmp_path), Store(tmp_path))
+    assert "1 system from the run of convirt" in (tmp_path / "index.html").read_text()
+
+
 def test_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:
     from medvl.benchmark import execute_run
 

@@ -1,6 +1,7 @@
 """The site of a benchmark: index, gains, ranks, cost, curves, systems, failures; tables as CSV, Markdown, LaTeX."""
 
 import dataclasses
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -8,6 +9,7 @@ from medvl.benchmark.config import BenchmarkConfig
 from medvl.benchmark.pages import curves, gains, tables
 from medvl.benchmark.pages.rows import Failure, Measurements, measure_systems
 from medvl.benchmark.plan import Plan
+from medvl.benchmark.settings import find_references
 from medvl.benchmark.store import Store
 from medvl.eval.html.page import Page, Section, write_page
 from medvl.eval.html.tables import Cell, Table, as_markdown
@@ -117,6 +119,13 @@ def _systems(found: Measurements, store: Store) -> Table:
     )
 
 
+def _own_starts(found: Measurements) -> list[str]:
+    """Return a phrase for each run that systems start from: "14 systems from the run of convirt"."""
+    referred = {(run.name, name) for run in found.plan.runs for name in find_references(run.settings)}
+    counts = Counter(name for _, name in referred)
+    return [f"{count} system{'s'[: count > 1]} from the run of {name}" for name, count in sorted(counts.items())]
+
+
 def _nothing(title: str, reason: str) -> Table:
     return Table(title=title, columns=["", ""], rows=[], caption=reason)
 
@@ -138,7 +147,7 @@ def _write(
             ("Runs", f"{len(states)}: {counts}"),
             ("Seeds", ", ".join(map(str, config.seeds))),
             ("Corpora", ", ".join(corpus.name for corpus in config.corpora)),
-            ("Starts", ", ".join(start.name for start in config.starts)),
+            ("Starts", "; ".join((", ".join(start.name for start in config.starts), *_own_starts(found)))),
             ("Training", f"{length}, {batch}"),
             ("Intervals", f"95%, {config.evaluation.resamples:,} resamples of patients"),
         ],

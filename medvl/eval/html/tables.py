@@ -75,6 +75,12 @@ class Table:
         }
         return [shared[group] if column else None for column, group in zip(bars, groups, strict=True)]
 
+    def words(self) -> list[bool]:
+        """Return whether each column holds words, which are aligned to the left, and no numbers."""
+        columns = list(zip(*_complete(self), strict=True)) or [() for _ in self.columns]
+        cells = [[cell for cell in column if _text(cell) not in ("", "–")] for column in columns]
+        return [bool(column) and all(_is_word(cell) for cell in column) for column in cells]
+
 
 def metric_cell(row: MetricRow | None, *, reference: float | None = None, bar: bool = False) -> Cell:
     """Return the cell of a metric with its interval; a dash without a value."""
@@ -83,6 +89,10 @@ def metric_cell(row: MetricRow | None, *, reference: float | None = None, bar: b
         return Cell(text="–")
     ends = (row.low, row.value, row.high)
     return Cell(text=text, small=interval, interval=ends, bar=bar and bool(interval), reference=reference)
+
+
+def _is_word(cell: Cell | str) -> bool:
+    return (isinstance(cell, str) or cell.interval is None) and _text(cell)[0].isalpha()
 
 
 def _axis(cells: Sequence[Cell]) -> tuple[float, float] | None:
@@ -123,7 +133,7 @@ def as_csv(table: Table) -> str:
 def as_markdown(table: Table) -> str:
     """Return the table in Markdown, with its title and caption."""
     header = [_cell_markdown(column) or " " for column in table.columns]
-    lines = [header, ["---", *["---:"] * (len(header) - 1)]]
+    lines = [header, ["---", *("---" if words else "---:" for words in table.words()[1:])]]
     for number, line in enumerate(_complete(table)):
         cells = [_cell_markdown(_text(cell)) for cell in line]
         lines.append([f"**{cell}**" if number < table.strong_rows and cell else cell for cell in cells])

@@ -337,3 +337,13 @@ def test_latex_and_markdown_escape_special_characters():
     assert r"| **x\_1** | **–** |" in as_markdown(table)
     assert r"a\|b" in as_markdown(table)
     assert as_csv(table) == "name,a|b\nx_1,–\n"
+
+
+def test_columns_of_words_are_aligned_to_the_left() -> None:
+    number = Cell(text="0.5", interval=(0.4, 0.5, 0.6))
+    rows: list[list[Cell | str]] = [["a", "dual-encoder", number, "–"], ["b", "", "failed", "12"]]
+    table = Table(title="T", columns=["", "family", "AUROC", "runs"], rows=rows)
+    assert table.words() == [True, True, False, False]
+    assert as_markdown(table).splitlines()[3] == "| --- | --- | ---: | ---: |"
+    empty = Table(title="T", columns=["", "family"], rows=[])
+    assert as_markdown(empty).splitlines()[3] == "| --- | ---: |"
