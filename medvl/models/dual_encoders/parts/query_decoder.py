@@ -28,8 +28,8 @@ class QueryDecoderConfig:
     dropout: float = 0.1
     """Rate of dropout in the decoder, of the states that it returns, and in CARZero's head."""
     init_std: float | None = 0.02
-    """Standard deviation of the initial weights of the decoder and of heads around it; None: the rules of torch, with
-    which a narrow decoder learns faster."""
+    """Standard deviation of the initial weights of the decoder and of heads around it; None: the rules of torch,
+    which narrow decoders keep."""
 
     def check_decoder(self) -> None:
         """Raise ConfigError for a value out of range."""
