@@ -367,6 +367,8 @@ def _report(out: Path, manifests: "Mapping[str, Manifest]") -> list[str]:
     warnings = sum((Counter(manifest.warnings) for manifest in manifests.values()), Counter[str]())
     of_corpus = Conversion.read(PrivateFolder(out)).corpus_warnings  # included in every manifest
     warnings -= Counter({name: count * (len(manifests) - 1) for name, count in of_corpus.items()})
+    if warnings["no_image"] == sum(manifest.samples for manifest in manifests.values()):
+        del warnings["no_image"]  # a corpus of texts
     if warnings:
         lines.append("warnings: " + ", ".join(f"{count} {name}" for name, count in sorted(warnings.items())))
     if any(name.startswith("possible_") or name == "says_burned_in" for name in warnings):

@@ -129,7 +129,7 @@ def _convert(
     engine = _create_engine(run, len(missing))
     quiet = not sys.stderr.isatty()
     with (
-        tqdm(total=planned, initial=done, unit="img", desc="shards", mininterval=10 if quiet else 0.2) as bar,
+        tqdm(total=planned, initial=done, unit="sample", desc="shards", mininterval=10 if quiet else 0.2) as bar,
         closing(engine.run(tasks)) as results,
     ):
         for note, converted in results:

@@ -59,14 +59,16 @@ def score_images(scorer: Scorer, loader: Loader, wanted: Sequence[str], texts: T
         "findings": lambda images, batch: scorer.findings(images),
         "prompts": lambda images, batch: scorer.prompts(images),
         "statements": lambda images, batch: scorer.statement_scores(images),
-        "confidence": lambda images, batch: scorer.confidence(images),
         "texts": lambda images, batch: _text_scores(scorer, images, batch.keys, texts or {}, 3),
         "own_and_other": lambda images, batch: _text_scores(scorer, images, batch.keys, texts or {}, 2),
     }
 
     def compute(batch: Batch) -> dict[str, Tensor]:
         images = scorer.encode(batch)
-        return {"labels": batch.labels_BL, **{name: functions[name](images, batch) for name in wanted}}
+        scores = {name: functions[name](images, batch) for name in wanted if name in functions}
+        if "confidence" in wanted:
+            scores["confidence"] = scorer.confidence(images, scores.get("statements"))
+        return {"labels": batch.labels_BL, **scores}
 
     parts = batches.compute(compute)
     values = {name: column(parts, name).double().numpy() for name in wanted}

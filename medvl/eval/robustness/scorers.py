@@ -58,8 +58,11 @@ class Scorer(abc.ABC):
         """Return the encoded images of a batch, in the form that the other methods of this class take."""
 
     @abc.abstractmethod
-    def confidence(self, images: Any) -> Tensor:
-        """Return (B,): the confidence of each image, as described by `confidence_is`."""
+    def confidence(self, images: Any, statement_BS: Tensor | None = None) -> Tensor:
+        """Return (B,): the confidence of each image, as described by `confidence_is`.
+
+        `statement_BS` is the result of `statement_scores` for these images, where it is known already.
+        """
 
     def findings(self, images: Any) -> Tensor:
         """Return (B, L): the scores of the findings, columns as in `names`."""
@@ -99,7 +102,7 @@ class ClassifierScorer(Scorer):
         """Return the probabilities of all labels of the model."""
         return self.model.probabilities(batch.to(self.model.device, non_blocking=True)).double().cpu()
 
-    def confidence(self, images: Tensor) -> Tensor:
+    def confidence(self, images: Tensor, statement_BS: Tensor | None = None) -> Tensor:
         """See the base class."""
         return images.amax(dim=1)
 
@@ -141,9 +144,9 @@ class DualScorer(Scorer):
         """Return the embeddings of the images."""
         return encode_batch(self.model, batch, self.model.device, self._autocast)
 
-    def confidence(self, images: Embeddings) -> Tensor:
+    def confidence(self, images: Embeddings, statement_BS: Tensor | None = None) -> Tensor:
         """See the base class."""
-        return self.statement_scores(images).amax(dim=1)
+        return (self.statement_scores(images) if statement_BS is None else statement_BS).amax(dim=1)
 
     def findings(self, images: Embeddings) -> Tensor:
         """See the base class."""
@@ -188,9 +191,9 @@ class FusionScorer(Scorer):
         with torch.autocast(self.model.device.type, dtype=self._autocast, enabled=self._autocast is not None):
             return self.model.image_tokens(self.model.image_input_of(batch), batch.has_image_B)
 
-    def confidence(self, images: Tokens) -> Tensor:
+    def confidence(self, images: Tokens, statement_BS: Tensor | None = None) -> Tensor:
         """See the base class."""
-        return self.statement_scores(images).amax(dim=1)
+        return (self.statement_scores(images) if statement_BS is None else statement_BS).amax(dim=1)
 
     def statement_scores(self, images: Tokens) -> Tensor:
         """See the base class."""

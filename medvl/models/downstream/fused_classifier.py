@@ -84,7 +84,11 @@ class FusedClassifier(FusionTask, LabelModel):
         target: Target = "multi_label",
         head_lr_mult: float | None = None,
     ) -> Self:
-        """Put a new head on a fusion-encoder, which is not copied. Raises ConfigError for an unknown choice."""
+        """Put a new head on a fusion-encoder, which is not copied unless `for_reading` changes it.
+
+        Raises ConfigError for an unknown choice.
+        """
+        fusion_model = fusion_model.for_reading()
         config = FusedClassifierConfig(
             **described_fusion(fusion_model),
             labels=tuple(labels),

@@ -130,7 +130,6 @@ def open_fusion(start: Path | str, fusion: FusionConfig | None = None, image_siz
             message = f"{start} is a {model.name} without a fusion-encoder; give the sizes of one"
             raise ConfigError(message, "missing", field="fusion")
         model = _on_towers(model, fusion, start)
-    model = model.for_reading()
     return model if image_size is None else at_image_size(model, image_size)
 
 

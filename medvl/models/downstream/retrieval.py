@@ -56,7 +56,11 @@ class RetrievalModel(FusionTask):
 
     @classmethod
     def on(cls, fusion_model: FusionModel, *, negatives: int = 15, head_lr_mult: float | None = None) -> Self:
-        """Put the head on a fusion-encoder, which is not copied. Raises ConfigError for a value out of range."""
+        """Put the head on a fusion-encoder, which is not copied unless `for_reading` changes it.
+
+        Raises ConfigError for a value out of range.
+        """
+        fusion_model = fusion_model.for_reading()
         described = described_fusion(fusion_model)
         return cls(RetrievalConfig(**described, negatives=negatives, head_lr_mult=head_lr_mult), fusion_model)
 

@@ -97,7 +97,7 @@ class MeanScorer(Scorer):
     def encode(self, batch: Batch) -> Tensor:
         return batch.image_BCHW.double().mean(dim=(1, 2, 3))
 
-    def confidence(self, images: Tensor) -> Tensor:
+    def confidence(self, images: Tensor, statement_BS: Tensor | None = None) -> Tensor:
         return images
 
     def findings(self, images: Tensor) -> Tensor:
@@ -138,7 +138,7 @@ class BareScorer(Scorer):
     def encode(self, batch: Batch) -> Tensor:
         return batch.image_BCHW
 
-    def confidence(self, images: Tensor) -> Tensor:
+    def confidence(self, images: Tensor, statement_BS: Tensor | None = None) -> Tensor:
         return images.mean(dim=(1, 2, 3))
 
 
@@ -316,6 +316,7 @@ def test_scores_are_those_of_each_pair_alone(name: str) -> None:
     expected = torch.tensor([[alone(row, text) for text in sentences] for row in range(2)], dtype=torch.float64)
     assert torch.allclose(scorer.statement_scores(images), expected, atol=1e-4)
     assert torch.allclose(scorer.confidence(images), expected.amax(dim=1), atol=1e-4)
+    assert torch.equal(scorer.confidence(images, expected + 1), expected.amax(dim=1) + 1)
     scorer.set_texts(texts)
     pairs = scorer.text_scores(images, torch.tensor([1, 0]), torch.tensor([0, 1]))
     assert torch.allclose(pairs, torch.tensor([alone(1, texts[0]), alone(0, texts[1])]).double(), atol=1e-4)

@@ -288,11 +288,16 @@ def test_report_model_can_start_vqa(tokenizer: Tokenizer) -> None:
     assert frozen == {"itm_head", "mlm_head"}
 
 
-def test_questions_to_a_report_writer_reach_the_answer(tokenizer: Tokenizer, tmp_path: Path) -> None:
+@pytest.mark.parametrize("in_memory", [False, True])
+def test_questions_to_a_report_writer_reach_the_answer(tokenizer: Tokenizer, tmp_path: Path, in_memory: bool) -> None:
     """Under the sequence-to-sequence mask no token of the image block attends to the question."""
     torch.manual_seed(0)
-    save(tiny_model("medvill", tokenizer, attention="seq2seq", objective="report"), tmp_path)
-    model = create_vqa(tmp_path, ("yes", "no"), fusion=DualStreamConfig()).eval()
+    report_writer = tiny_model("medvill", tokenizer, attention="seq2seq", objective="report")
+    if in_memory:
+        model = VQA.on(report_writer, ("yes", "no")).eval()
+    else:
+        save(report_writer, tmp_path)
+        model = create_vqa(tmp_path, ("yes", "no"), fusion=DualStreamConfig()).eval()
     batch, other = make_batch(tokenizer, 2), make_batch(tokenizer, 2, texts=TEXTS[::-1])
     own_BA, other_BA = (
         model.answer_logits(dataclasses.replace(each, image_BCHW=batch.image_BCHW)) for each in (batch, other)

@@ -43,7 +43,11 @@ class VQA(FusionTask):
         decoder: DecoderConfig | None = None,
         head_lr_mult: float | None = None,
     ) -> Self:
-        """Put a new head on a fusion-encoder, which is not copied. Raises as `create_vqa`."""
+        """Put a new head on a fusion-encoder, which is not copied unless `for_reading` changes it.
+
+        Raises as `create_vqa`.
+        """
+        fusion_model = fusion_model.for_reading()
         config = VQAConfig(
             **described_fusion(fusion_model),
             answers=tuple(answers),
