@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from helpers.contrastive_systems import carzero, make_batch
 from torch import nn
 
+from medvl.models.dual_encoders.parts.pair_scores import unnormalized, with_global
 from medvl.models.dual_encoders.parts.query_decoder import QueryDecoder, QueryDecoderConfig
 from medvl.schema import Embeddings
 
@@ -24,16 +25,27 @@ def test_a_score_is_the_decoder_written_out() -> None:
     model, batch = carzero().eval(), make_batch("carzero")
     images, texts = model.embed_images(batch.image_BCHW), model.embed_ids(batch.ids_BT, batch.mask_BT)
     decoder, scores_NM = model.decoder, model.score_pairs(texts, images.global_NE)
+    image_NE = model.encode_image(batch.image_BCHW, normalize=False)
+    text_NE = model.encode_text(batch.ids_BT, batch.mask_BT, normalize=False)
     for text, image in ((0, 0), (5, 3)):
         words_WE = texts.local_NPE[text][texts.mask_NP[text]]
-        memory_1KE = decoder.norm(torch.cat([texts.global_NE[text][None], words_WE]))[None]
-        x_11E = decoder.norm(images.global_NE[image])[None, None]
+        memory_1KE = decoder.norm(torch.cat([text_NE[text][None], words_WE]))[None]
+        x_11E = decoder.norm(image_NE[image])[None, None]
         for layer in decoder.layers:
             x_11E = x_11E + layer.multihead_attn(layer.norm2(x_11E), memory_1KE, memory_1KE)[0]
             x_11E = x_11E + layer.linear2(layer.linear1(layer.norm3(x_11E)).relu())
-        torch.testing.assert_close(scores_NM[text, image], model.score(decoder.norm(x_11E))[0, 0, 0])
+        torch.testing.assert_close(scores_NM[text, image], model.score(decoder.norm(x_11E))[0, 0, 0], rtol=1e-3, atol=1e-4)
     both_NM = (model.score_pairs(images, texts.global_NE) + scores_NM.T) / 2
     torch.testing.assert_close(model.similarity(images, texts), both_NM)
+
+
+def test_the_norm_of_unit_vectors_is_that_of_published_ones() -> None:
+    """Unit vectors of this width have a variance of 1/768, of which LayerNorm's epsilon is 0.8 %."""
+    vector_NE = 3 * torch.randn(4, 768)
+    read = carzero(projection_dim=768).decoder.norm
+    torch.testing.assert_close(read(unnormalized(F.normalize(vector_NE, dim=-1))), read(vector_NE), rtol=1e-4, atol=1e-4)
+    memory_NKE, _ = with_global(F.normalize(vector_NE, dim=-1), torch.zeros(4, 1, 768), torch.ones(4, 1).bool())
+    torch.testing.assert_close(read(memory_NKE[:, 0]), read(vector_NE), rtol=1e-4, atol=1e-4)
 
 
 def test_the_loss_is_four_cross_entropies_without_a_temperature() -> None:

@@ -22,9 +22,15 @@ def score_head(width: int, hidden: Sequence[int], dropout: float) -> nn.Sequenti
     return nn.Sequential(*layers, nn.Linear(widths[-1], 1))
 
 
+def unnormalized(unit_NE: Tensor) -> Tensor:
+    """Return unit vectors at a norm of sqrt(E), at which a LayerNorm's epsilon is as small as for published ones, which
+    are not L2-normalised."""
+    return unit_NE * unit_NE.shape[1] ** 0.5
+
+
 def with_global(global_NE: Tensor, local_NPE: Tensor, mask_NP: Tensor) -> tuple[Tensor, Tensor]:
-    """Return (N, K, E) and its mask (N, K), K = 1 + P: the vector of each row before its local features."""
-    memory_NKE = torch.cat([global_NE[:, None], local_NPE], dim=1)
+    """Return (N, K, E) and its mask (N, K), K = 1 + P: the unit vector of each row, `unnormalized`, and its local features."""
+    memory_NKE = torch.cat([unnormalized(global_NE)[:, None], local_NPE], dim=1)
     return memory_NKE, torch.cat([mask_NP.new_ones(len(mask_NP), 1), mask_NP], dim=1)
 
 
@@ -42,7 +48,7 @@ def pair_scores(
     Args:
         read: function from queries (N, C, E), memory and its mask to scores (N, C, 1).
         memory_NKE, mask_NK: what a row consists of, True on what is real.
-        query_ME: queries of all rows.
+        query_ME: queries of all rows, unit vectors.
         width: of the network's widest states.
         chunk: number of queries at a time, by default as many as fit in 512 MiB; chunks are recomputed backwards.
     """
@@ -55,4 +61,4 @@ def pair_scores(
         return read(query_CE.expand(len(memory_NKE), -1, -1), memory_NKE, mask_NK).squeeze(2).float()
 
     chunk = chunk or max(1, _CHUNK_BYTES // (4 * _CHUNK_TENSORS * width * max(1, rows)))
-    return in_chunks(score, memory_NKE, query_ME, mask_NK, chunk=chunk)[:rows]
+    return in_chunks(score, memory_NKE, unnormalized(query_ME), mask_NK, chunk=chunk)[:rows]
