@@ -29,7 +29,8 @@ def unnormalized(unit_NE: Tensor) -> Tensor:
 
 
 def with_global(global_NE: Tensor, local_NPE: Tensor, mask_NP: Tensor) -> tuple[Tensor, Tensor]:
-    """Return (N, K, E) and its mask (N, K), K = 1 + P: the unit vector of each row, `unnormalized`, and its local features."""
+    """Return (N, K, E) and its mask (N, K), K = 1 + P: the unit vector of each row, unnormalised, then its regions or
+    words."""
     memory_NKE = torch.cat([unnormalized(global_NE)[:, None], local_NPE], dim=1)
     return memory_NKE, torch.cat([mask_NP.new_ones(len(mask_NP), 1), mask_NP], dim=1)
 
