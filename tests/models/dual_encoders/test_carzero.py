@@ -34,7 +34,9 @@ def test_a_score_is_the_decoder_written_out() -> None:
         for layer in decoder.layers:
             x_11E = x_11E + layer.multihead_attn(layer.norm2(x_11E), memory_1KE, memory_1KE)[0]
             x_11E = x_11E + layer.linear2(layer.linear1(layer.norm3(x_11E)).relu())
-        torch.testing.assert_close(scores_NM[text, image], model.score(decoder.norm(x_11E))[0, 0, 0], rtol=1e-3, atol=1e-4)
+        torch.testing.assert_close(
+            scores_NM[text, image], model.score(decoder.norm(x_11E))[0, 0, 0], rtol=1e-3, atol=1e-4
+        )
     both_NM = (model.score_pairs(images, texts.global_NE) + scores_NM.T) / 2
     torch.testing.assert_close(model.similarity(images, texts), both_NM)
 
@@ -43,7 +45,9 @@ def test_the_norm_of_unit_vectors_is_that_of_published_ones() -> None:
     """Unit vectors of this width have a variance of 1/768, of which LayerNorm's epsilon is 0.8 %."""
     vector_NE = 3 * torch.randn(4, 768)
     read = carzero(projection_dim=768).decoder.norm
-    torch.testing.assert_close(read(unnormalized(F.normalize(vector_NE, dim=-1))), read(vector_NE), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(
+        read(unnormalized(F.normalize(vector_NE, dim=-1))), read(vector_NE), rtol=1e-4, atol=1e-4
+    )
     memory_NKE, _ = with_global(F.normalize(vector_NE, dim=-1), torch.zeros(4, 1, 768), torch.ones(4, 1).bool())
     torch.testing.assert_close(read(memory_NKE[:, 0]), read(vector_NE), rtol=1e-4, atol=1e-4)
 
