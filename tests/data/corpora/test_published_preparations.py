@@ -1,6 +1,8 @@
 """MedViLL's JSON lines and M3AE's Arrow files, which users have from these projects' own preparation."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -129,6 +131,37 @@ def test_m3ae_refuses_other_files(tmp_path: Path, deid: Deidentifier) -> None:
     arrow(path, [("text", ["a"], "x")])
     with raises(CorpusError, "malformed"):
         m3ae_arrow.plan(tmp_path, deid, tmp_path / "unpacked")
+
+
+READ_ARROW = """
+import sys
+from pathlib import Path
+from medvl.data.corpora.figures import m3ae_arrow
+from medvl.data.privacy.deidentify import Deidentifier
+from medvl.errors import CorpusError
+
+root = Path(sys.argv[1])
+m3ae_arrow._BATCH_MEMORY = 1 << 26
+try:
+    plan = m3ae_arrow.plan(root, Deidentifier.from_file(root / "salt", create=True), root / "unpacked")
+    print(len(list(plan.iter_samples())))
+except CorpusError as error:
+    print(error.code)
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="the memory limit works on Linux only")
+@pytest.mark.parametrize(("compression", "printed"), [("zstd", "too_large"), (None, "1")])
+def test_a_compressed_batch_cannot_fill_the_memory(tmp_path: Path, compression: str | None, printed: str) -> None:
+    """In a process that has freed no memory: a batch of 150 MB, which is mapped where it is not compressed."""
+    table = pyarrow.table({"image": [bytes(150 << 20)], "caption": [["a"]], "image_id": ["x"]})
+    options = pyarrow.ipc.IpcWriteOptions(compression=compression)
+    with pyarrow.ipc.new_file(tmp_path / "roco_train.arrow", table.schema, options=options) as file:
+        file.write_table(table)
+    read = subprocess.run(
+        [sys.executable, "-c", READ_ARROW, tmp_path], check=True, capture_output=True, text=True
+    ).stdout
+    assert read.split() == [printed]
 
 
 def test_the_commands_write_shards(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,6 +4,7 @@
 The images are unpacked under hashed names first, because the conversion reads files.
 """
 
+import mmap
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from medvl.common.files import write_atomic
+from medvl.common.memory_limit import memory_limited
 from medvl.common.untrusted import InputFolders
 from medvl.data.corpora.common.figures import SplitRule, apply_split_rule, figure_sections
 from medvl.data.corpora.common.record_file import Records
@@ -26,6 +28,7 @@ _COLUMNS = ("image", "caption", "image_id")
 _MIMIC = re.compile(r"p(\d{8})/s(\d{8})/")
 _ARTICLE = re.compile(r"PMC\d+|(?<![0-9a-f])[0-9a-f]{40}(?![0-9a-f])")
 """Article of a path: ROCO's, or the hash of a PDF in MedICaT."""
+_BATCH_MEMORY = 1 << 30  # bytes that may be allocated for one batch of rows: compressed ones can unpack to any size
 
 
 def plan(
@@ -58,23 +61,30 @@ def plan(
 
 
 def _rows(path: Path, allowed: InputFolders) -> Iterator[tuple[int, Mapping[str, Any]]]:
-    """Yield (row number, counted from 1; row) of a file, which is not read into memory as a whole."""
+    """Yield (row number, counted from 1; row) of a file, which is mapped: M3AE writes many images as one batch."""
     import pyarrow
 
     try:
         with allowed.open(path, CorpusError) as opened:
-            file, number = pyarrow.ipc.open_file(opened), 0
+            mapped = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ)
+            file, number = pyarrow.ipc.open_file(pyarrow.py_buffer(mapped)), 0
             if "questions" in file.schema.names:
                 message = f"{path} has questions; convert the original: medvl shards vqa-rad, slake or vqa-med"
                 raise CorpusError(message, "unsupported")
             check_columns(path, file.schema.names, _COLUMNS)
             for index in range(file.num_record_batches):
-                batch = file.get_batch(index).select(list(_COLUMNS))
+                with memory_limited(_BATCH_MEMORY):
+                    batch = file.get_batch(index).select(list(_COLUMNS))
                 batch.validate(full=True)
                 for position in range(batch.num_rows):
                     number += 1
                     yield number, batch.slice(position, 1).to_pylist()[0]
-    except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
+    except MemoryError:
+        limit = f"at most {_BATCH_MEMORY >> 20} MB to unpack a batch of rows"
+        raise CorpusError(
+            f"{path}: expected {limit}; write smaller batches, or without compression", "too_large"
+        ) from None
+    except (pyarrow.ArrowException, OSError, ValueError) as error:  # ValueError: an empty file, or broken texts
         raise malformed(path, f"it cannot be read as an Arrow file ({type(error).__name__})") from error
 
 
