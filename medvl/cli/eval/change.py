@@ -1,4 +1,4 @@
-"""`medvl eval change`: zero-shot classification of change between two images."""
+"""`medvl eval change`: classification of change between two images, zero-shot or by a linear probe."""
 
 import functools
 from pathlib import Path
@@ -6,7 +6,14 @@ from pathlib import Path
 from medvl.cli.eval.options import EvalOptions, open_evaluation, publish_result
 
 
-def change(shared: EvalOptions, *, prompts: Path | None = None, use_prior: bool = True, examples: int = 4) -> None:
+def change(
+    shared: EvalOptions,
+    *,
+    prompts: Path | None = None,
+    use_prior: bool = True,
+    folds: int | None = None,
+    examples: int = 4,
+) -> None:
     """Evaluate how well a dual-encoder distinguishes improving, stable and worsening findings, from pairs of images.
 
     The checkpoint is a dual-encoder; the shards have labels of change (ms-cxr-t).
@@ -14,6 +21,8 @@ def change(shared: EvalOptions, *, prompts: Path | None = None, use_prior: bool 
     Args:
         prompts: JSON file with a list of sentences with {finding} for each of improving, stable and worsening.
         use_prior: give prior images to a model that takes them.
+        folds: number of folds of patients over which a linear probe of the images' vectors is cross-validated, such as
+            5; default zero-shot classification by the prompts.
         examples: pairs on the page, correct and wrong ones each.
     """
     from medvl.data.loading.priors import prior_positions
@@ -30,6 +39,7 @@ def change(shared: EvalOptions, *, prompts: Path | None = None, use_prior: bool 
         read(source, inputs=Inputs(prior_image=True)),
         sentences,
         use_prior=use_prior,
+        folds=folds,
         resamples=shared.resamples,
         checkpoint=shared.checkpoint,
     )
@@ -41,5 +51,6 @@ def change(shared: EvalOptions, *, prompts: Path | None = None, use_prior: bool 
         prior_pixels=lambda position: source.pixels(int(prior_N[position])),
         examples=examples,
     )
-    folder = shared.folder(shared.checkpoint, "change" if use_prior else "change-without-prior")
+    name = "change" if folds is None else "change-probe"
+    folder = shared.folder(shared.checkpoint, name if use_prior else f"{name}-without-prior")
     publish_result(result, folder, page, f"{model.name} ({shared.checkpoint})", source.manifest, everything=shared.all)

@@ -1,10 +1,12 @@
-"""Zero-shot classification of change from a pair of images, evaluated against MS-CXR-T's labels.
+"""Classification of change from a pair of images, evaluated against MS-CXR-T's labels: zero-shot, or by a linear probe.
 
 Protocol "change", version 1 (the classes and the metric of Bannur et al., CVPR 2023; the prompts are medvl's):
 
 * An item is an image with its prior image and a finding that is labelled improving, stable or worsening.
 * The score of a class is the mean similarity of the image with the sentences of that class about the finding. The
   highest score is the prediction; a tie is wrong.
+* With `folds` the score of a class is the probability by a linear probe of the image's vector, which has not seen the
+  patient (`medvl.eval.change.probe`).
 * "macro_accuracy" of a finding is the mean of the three classes' accuracies (of those that occur), "accuracy" the share
   of correct items; target "macro" is the mean over findings. Chance is 1/3 in macro accuracy.
 * A model that takes a prior image gets it unless `use_prior` is False; images whose prior image is missing are
@@ -15,7 +17,7 @@ Shape letters: N images, L findings, C classes of change, R resamples.
 """
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,7 @@ import torch
 from numpy.typing import NDArray
 
 from medvl.errors import EvaluationError
+from medvl.eval.change.probe import cross_validated_scores
 from medvl.eval.change.prompts import CHANGES, ChangePrompts, load_change_prompts
 from medvl.eval.core.bootstrap import mean_over_labels
 from medvl.eval.core.full_pass import FullPass, input_hashes, samples_by_key
@@ -74,6 +77,7 @@ def change_classification(
     prompts: ChangePrompts | None = None,
     *,
     use_prior: bool = True,
+    folds: int | None = None,
     resamples: int = 1000,
     seed: int = 0,
     checkpoint: str | Path | None = None,
@@ -83,12 +87,13 @@ def change_classification(
     Args:
         model: a dual-encoder; one that takes prior images has `embed_with_prior`.
         loader: images with `extra["change"]`, and for such a model their prior images (`Inputs.prior_image`).
-        prompts: sentences of each class; None for the default ones.
+        prompts: sentences of each class; None for the default ones. Not read by a linear probe.
         use_prior: give the prior image to a model that takes one; False measures what it adds.
-        resamples, seed: number and seed of the bootstrap resamples.
+        folds: None for zero-shot classification; else the number of folds of patients of a linear probe.
+        resamples, seed: number of the bootstrap resamples; seed of these and of the folds.
         checkpoint: the model's, whose hash is recorded.
 
-    Raises EvaluationError where no image has a label of change, or images are missing.
+    Raises EvaluationError where no image has a label of change, images are missing, or folds are out of range.
     """
     prompts = prompts or load_change_prompts()
     use_prior = use_prior and isinstance(model, SupportsPriors)
@@ -97,35 +102,35 @@ def change_classification(
     if not findings:
         message = "no image has a label of change; convert MS-CXR-T with `medvl shards ms-cxr-t`"
         raise EvaluationError(message, "missing", field="data")
-    scores_NLC, keys, without_prior, unreadable = _score(model, loader, prompts, findings, by_key, use_prior)
+    score = _vectors if folds is not None else _prompt_scorer(model, prompts, findings)
+    encoded_NK, keys, without_prior, unreadable = _encode(model, loader, by_key, use_prior, score)
     positions, samples = zip(*(by_key[key] for key in keys), strict=True)
-    truth_NL = np.array([[CHANGES.index(_change(s)[f]) if f in _change(s) else -1 for f in findings] for s in samples])
-    groups, patients = [change_metrics(scores_NLC, truth_NL, findings)], [sample.patient for sample in samples]
+    truth_NL = np.array([[_truth(sample, finding) for finding in findings] for sample in samples])
+    patients = [sample.patient for sample in samples]
+    if folds is None:
+        scores_NLC = encoded_NK.double().numpy().reshape(len(keys), len(findings), len(CHANGES))
+    else:
+        scores_NLC = cross_validated_scores(encoded_NK, truth_NL, patients, folds=folds, seed=seed)
+    groups = [change_metrics(scores_NLC, truth_NL, findings)]
     rows = measure(groups, len(samples), resamples=resamples, seed=seed, groups=patients)
     results = Results(
         protocol=PROTOCOL,
         protocol_version=PROTOCOL_VERSION,
         rows=rows,
-        config={"prompts": prompts.name, "use_prior": use_prior, "resamples": resamples, "seed": seed},
-        inputs=input_hashes(checkpoint, manifest=loader) | {"prompts": prompts.sha256},
+        config={"use_prior": use_prior, "resamples": resamples, "seed": seed}
+        | ({"prompts": prompts.name} if folds is None else {"folds": folds}),
+        inputs=input_hashes(checkpoint, manifest=loader) | ({"prompts": prompts.sha256} if folds is None else {}),
         details={
             "images": len(samples),
             "without_prior": without_prior,
             "unreadable": unreadable,
-            "labels": {
-                name: dict(zip(CHANGES, np.bincount(truth_N[truth_N >= 0], minlength=3).tolist(), strict=True))
-                for name, truth_N in zip(findings, truth_NL.T, strict=True)
-            },
+            "labels": {name: _counts(truth_N) for name, truth_N in zip(findings, truth_NL.T, strict=True)},
         },
     )
     return ChangeResult(
-        results=results,
-        findings=findings,
-        samples=samples,
-        positions=positions,
-        scores_NLC=scores_NLC,
+        results=results, findings=findings, samples=samples, positions=positions, scores_NLC=scores_NLC,
         truth_NL=truth_NL,
-    )
+    )  # fmt: skip
 
 
 def _change(sample: Sample) -> Mapping[str, str]:
@@ -134,34 +139,59 @@ def _change(sample: Sample) -> Mapping[str, str]:
     return change if isinstance(change, Mapping) else {}
 
 
-@torch.no_grad()
-def _score(
-    model: Model,
-    loader: Loader,
-    prompts: ChangePrompts,
-    findings: Sequence[str],
-    by_key: Mapping[str, tuple[int, Sample]],
-    use_prior: bool,
-) -> tuple[Array, list[str], int, dict[str, int]]:
-    """Return scores_NLC and keys of the labelled images, how many lack their prior image, and unreadable images."""
+def _truth(sample: Sample, finding: str) -> int:
+    """Return the index of the class in `CHANGES`, -1 without a label."""
+    change = _change(sample)
+    return CHANGES.index(change[finding]) if finding in change else -1
+
+
+def _counts(truth_N: NDArray[np.int64]) -> dict[str, int]:
+    """Return the number of labels of each class."""
+    return dict(zip(CHANGES, np.bincount(truth_N[truth_N >= 0], minlength=len(CHANGES)).tolist(), strict=True))
+
+
+def _vectors(images: Embeddings) -> torch.Tensor:
+    return images.global_NE
+
+
+def _prompt_scorer(
+    model: Model, prompts: ChangePrompts, findings: Sequence[str]
+) -> Callable[[Embeddings], torch.Tensor]:
+    """Return a function from images to (N, L x C), their mean similarity with the sentences of each class."""
     sentences = [texts for finding in findings for texts in prompts.sentences(finding)]
     sizes = [len(texts) for texts in sentences]
+    with torch.no_grad(), evaluating(model):
+        texts = model.embed_texts([text for group in sentences for text in group])
+
+    def score(images: Embeddings) -> torch.Tensor:
+        parts = model.similarity(images, texts).float().split(sizes, dim=1)
+        return torch.stack([part.mean(dim=1) for part in parts], dim=1)
+
+    return score
+
+
+@torch.no_grad()
+def _encode(
+    model: Model,
+    loader: Loader,
+    by_key: Mapping[str, tuple[int, Sample]],
+    use_prior: bool,
+    score: Callable[[Embeddings], torch.Tensor],
+) -> tuple[torch.Tensor, list[str], int, dict[str, int]]:
+    """Return (N, K) on the CPU and keys of the labelled images, how many lack a prior image, and unreadable images."""
     batches, keys, without_prior = FullPass(loader), list[str](), 0
-    scores: list[torch.Tensor] = []
+    parts: list[torch.Tensor] = []
     device = next(model.parameters()).device
     with evaluating(model):
-        texts = model.embed_texts([text for group in sentences for text in group])
         for batch in batches:
             rows = [row for row, key in enumerate(batch.keys) if _change(by_key[key][1])]
             if not rows:
                 continue
             kept = batch.rows(rows).to(device)
-            similarity_NM = model.similarity(_embed(model, kept, use_prior), texts).float().cpu()
-            scores.append(torch.stack([part.mean(dim=1) for part in similarity_NM.split(sizes, dim=1)], dim=1))
+            parts.append(score(_embed(model, kept, use_prior)).cpu())
             keys += kept.keys
             without_prior += 0 if kept.has_prior_B is None else int((~kept.has_prior_B).sum())
-    scores_NK = torch.cat(scores).double().numpy()
-    return scores_NK.reshape(len(keys), len(findings), len(CHANGES)), keys, without_prior, batches.unreadable
+    return torch.cat(parts), keys, without_prior, batches.unreadable
 
 
 def _embed(model: Model, batch: Batch, use_prior: bool) -> Embeddings:

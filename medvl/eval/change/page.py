@@ -14,7 +14,7 @@ from medvl.eval.html.tables import Cell, Table, metric_cell
 
 _LIMITS = (
     "A research evaluation, not for clinical use. Labels are one reading of two images.",
-    "Accuracy depends on the sentences of the prompts. They were not chosen on these images.",
+    "Zero-shot accuracy depends on the sentences of the prompts. They were not chosen on these images.",
 )
 
 
@@ -39,7 +39,7 @@ def write_change_page(
     """
     results = result.results
     used = "used" if results.config["use_prior"] else "not used"
-    extra = [("Prompts", results.config["prompts"]), ("Prior images", f"{used}; {_missing(result)}")]
+    extra = [("Scores", _scores(result)), ("Prior images", f"{used}; {_missing(result)}")]
     sections: list[Section] = [_accuracy_table(result), _confusion_table(result)]
     if pixels is not None and prior_pixels is not None:
         sections.append(_gallery(result, pixels, prior_pixels, examples))
@@ -57,6 +57,13 @@ def write_change_page(
         findings=result.findings,
     )
     return write_page(page, path)
+
+
+def _scores(result: ChangeResult) -> str:
+    config = result.results.config
+    if "folds" in config:
+        return f"linear probe, cross-validated over {config['folds']} folds of patients"
+    return f"similarity with the prompts {config['prompts']}"
 
 
 def _missing(result: ChangeResult) -> str:

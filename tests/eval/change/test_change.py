@@ -20,6 +20,7 @@ from medvl.data.transforms.text import WholeText
 from medvl.errors import EvaluationError
 from medvl.eval.change.evaluate import ChangeResult, change_classification
 from medvl.eval.change.page import write_change_page
+from medvl.eval.change.probe import cross_validated_scores
 from medvl.eval.change.prompts import CHANGES, load_change_prompts
 from medvl.eval.core.publish import PageHeader
 from medvl.schema import Embeddings, Inputs, Sample
@@ -112,6 +113,38 @@ def test_a_model_without_its_prior_image_is_scored_on_the_image_alone() -> None:
     assert (result.scores_NLC.argmax(2) == CHANGES.index("stable")).all()
     with raises(EvaluationError, "missing", "loader"):
         evaluate(Comparer(ANSWERS))
+
+
+def test_a_linear_probe_reads_the_vector_of_both_images(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    answers = {number: CHANGES[number * 7 % 9 // 3] for number in range(1, 25)}
+    monkeypatch.setattr(sys.modules[__name__], "LABELS", [{"Edema": answers[number]} for number in answers])
+    inputs = Inputs(prior_image=True)
+    result = evaluate(Comparer(answers), inputs, folds=3)
+    assert result.results.row("macro_accuracy", "macro").value == 1
+    assert result.results.config["folds"] == 3
+    assert "prompts" not in {**result.results.config, **result.results.inputs}
+    text = read(write_change_page(result, tmp_path / "index.html", PageHeader(model="m", data="d"))).text
+    assert "linear probe, cross-validated over 3 folds of patients" in text
+    constant = evaluate(Comparer(answers), inputs, folds=3, use_prior=False)
+    assert constant.results.row("macro_accuracy", "macro").value < 0.5
+    for folds in (2, 4):  # there are three patients
+        with raises(EvaluationError, "out_of_range", "folds"):
+            evaluate(Comparer(answers), inputs, folds=folds)
+
+
+def test_probes_score_patients_that_they_have_not_seen() -> None:
+    generator = torch.Generator().manual_seed(0)
+    patients = [f"p{number // 3}" for number in range(120)]
+    truth_NL = torch.randint(-1, 3, (120, 2), generator=generator).numpy()
+    vector_ND = torch.randn(120, 6, generator=generator)
+    scores_NLC = cross_validated_scores(vector_ND, truth_NL, patients, folds=4, seed=1)
+    assert scores_NLC.shape == (120, 2, 3)
+    changed_NL = truth_NL.copy()
+    changed_NL[:3] = (changed_NL[:3] + 2) % 3  # of the first patient
+    again_NLC = cross_validated_scores(vector_ND, changed_NL, patients, folds=4, seed=1)
+    same_N = (again_NLC == scores_NLC).all(axis=(1, 2))
+    assert same_N[:3].all()
+    assert not same_N[3:].all()
 
 
 def test_data_without_labels_of_change_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
