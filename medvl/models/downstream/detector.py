@@ -21,6 +21,7 @@ from medvl.data.transforms.image import EvalTransform
 from medvl.encoders import ImageEncoder
 from medvl.models.config_checks import check_within
 from medvl.models.downstream.dense_base import DenseConfig, DenseModel, init_prior
+from medvl.models.downstream.regions.selection import visible_part
 from medvl.models.registry import register_system
 from medvl.schema import Batch, Losses
 
@@ -122,16 +123,18 @@ class Detector(DenseModel):
     def detect(self, batch: Batch, sizes: Sequence[tuple[int, int]]) -> list[Tensor]:
         """Return (L, K, 5) for each image: edges in pixels of the original image, and the score, highest first.
 
-        Boxes are cut to the visible part of the image. K is `max_boxes`, or the number of cells if that is smaller;
-        rows without a box have a score of -inf.
+        Boxes are cut to the part of the image that the input shows, and left out where they lie outside of it. K is
+        `max_boxes`, or the number of cells if that is smaller; rows without a box have a score of -inf.
 
         Args:
             batch: images prepared by `transform`.
             sizes: (height, width) of the original images.
         """
         logits_BPL, box_BP4 = self.cells(batch.to(self.device))
-        score_BPL = torch.sigmoid(logits_BPL.float())
-        box_BP4 = box_BP4.clamp(0, self.transform.size)
+        edges_B14 = box_BP4.new_tensor([visible_part(self.transform, size) for size in sizes])[:, None]
+        box_BP4 = torch.maximum(box_BP4, edges_B14[..., [0, 1, 0, 1]]).minimum(edges_B14[..., [2, 3, 2, 3]])
+        seen_BP = (box_BP4[:, :, 2:] > box_BP4[:, :, :2]).all(dim=2)
+        score_BPL = torch.sigmoid(logits_BPL.float()).masked_fill(~seen_BP[:, :, None], -torch.inf)
         config = self.config
         kept = [
             non_maximum_suppression(

@@ -123,6 +123,22 @@ def test_boxes_survive_the_transform_and_its_inverse(fit: Any) -> None:
     assert best[4] == pytest.approx(torch.tensor(2.0).sigmoid())
 
 
+@pytest.mark.parametrize("fit", FITS)
+def test_detected_boxes_lie_in_the_image(fit: Any) -> None:
+    """Predictions reach beyond the image, into the border of a padded one."""
+    model = detector(EvalTransform(size=SIZE, fit=fit)).eval()
+    boxes_14 = torch.tensor([[-9.0, -9, 80, 80], [-9, -9, -1, 5]])
+
+    def cells(batch: Any) -> tuple[Tensor, Tensor]:
+        return torch.full((1, 2, 2), 2.0), boxes_14[None]
+
+    model.cells = cells  # type: Any
+    (boxes_LK5,) = model.detect(batch_of(model, [sample_of({"boxes": []})]), [(120, 200)])
+    shown = [40.0, 0, 160, 120] if fit == "crop" else [0.0, 0, 200, 120]
+    torch.testing.assert_close(boxes_LK5[0, 0, :4], torch.tensor(shown), atol=1.5, rtol=0)  # crops end at whole pixels
+    assert boxes_LK5[:, 1, 4].tolist() == [-torch.inf, -torch.inf]
+
+
 def test_boxes_are_cropped_with_the_image() -> None:
     crop = DenseTargets("boxes", LABELS, EvalTransform(size=SIZE, fit="crop"), (4, 4))  # columns 40 to 160 of 200
     assert len(crop.boxes(sample_of({"boxes": [box("Mass", 0, 0, 30, 30)]}))) == 0
