@@ -105,7 +105,8 @@ class Step:
             self.model.after_step(step)
         else:
             nonfinite_loss = not all(bool(loss.total.isfinite()) for loss in losses)
-            scale_search = not spike and self.precision.skip_step() and not self.model.ranks.any(nonfinite_loss)
+            searching = self.precision.skip_step()  # after a spike too: gradients are unscaled once a step
+            scale_search = searching and not spike and not self.model.ranks.any(nonfinite_loss)
             self._buffers.restore()
         self.optimizer.zero_grad(set_to_none=True)
         return StepResult(

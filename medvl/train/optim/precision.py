@@ -53,7 +53,10 @@ class Precision:
         self.scaler.update()
 
     def skip_step(self) -> bool:
-        """Lower the scale after non-finite gradients; return whether a too large scale may be their cause."""
+        """Close a step without an update: lower the scale after non-finite gradients.
+
+        Returns whether a too large scale may be the cause of non-finite gradients.
+        """
         searching = self.kind == "fp16" and self.scaler.get_scale() > _LOWEST_SCALE
         self.scaler.update()
         return searching

@@ -18,7 +18,7 @@ from torch import nn
 from medvl.errors import TrainingError
 from medvl.schema import Batch, Losses
 from medvl.train.fault_tolerance import checkpoint
-from medvl.train.fault_tolerance.nonfinite import BufferGuard, propagate_nonfinite
+from medvl.train.fault_tolerance.nonfinite import BufferGuard, LossSpikeDetector, propagate_nonfinite
 from medvl.train.fault_tolerance.signals import StopSignals
 from medvl.train.loop.step import Step
 
@@ -175,6 +175,15 @@ def test_fp16_scale_search_does_not_use_the_budget(tmp_path: Path) -> None:
     assert state["overflows"] == 4
     assert state["scaler"]["scale"] == 65536 / 2**4
     assert "overflows" in records(tmp_path, "train")[-1]
+
+
+def test_fp16_training_continues_after_a_spike() -> None:
+    step = fakes.step_of(fakes.Regression(), precision="fp16", spikes=LossSpikeDetector(1.5, [1e-9] * 64))
+    found = [step(number, 1e-3, [make_batch([0, 1, 2, 3])], 1) for number in range(4)]
+    scales = [result.scale_search for result in found]
+    assert [result.spike for result in found] == [not searching for searching in scales]
+    assert scales[-2:] == [False, False]
+    assert step.precision.scaler.get_scale() == 65536 / 2 ** sum(scales)  # a spike is no overflow
 
 
 class _Steep(torch.autograd.Function):
