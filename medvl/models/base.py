@@ -189,6 +189,11 @@ class TwoTowers(System):
         self.image_encoder, self.text_encoder = image_encoder, text_encoder
 
 
+def mean_count(batch: Batch) -> Tensor | None:
+    """Return the divisor that the training step has set for the only loss of a model with one of `loss_counts`."""
+    return None if batch.mean_counts_K is None else batch.mean_counts_K[0]
+
+
 def complete_rows(batch: Batch) -> Tensor:
     """Return (N,) int64: the rows of a batch that have both an image and a text."""
     complete_B = torch.ones_like(batch.mask_BT[:, 0])

@@ -6,12 +6,14 @@ from torch import Tensor
 from medvl.losses.precision import full_precision, shapes
 
 
-def multilabel_bce(logits_BL: Tensor, target_BL: Tensor) -> Tensor:
+def multilabel_bce(logits_BL: Tensor, target_BL: Tensor, count: Tensor | None = None) -> Tensor:
     """Binary cross-entropy, averaged over the labels that are known.
 
     Args:
         logits_BL: one row per image, one column per label.
         target_BL: 1 or 0; NaN where a label is unknown, which is ignored whatever its logit.
+        count: divisor of the sum in place of the number of known labels. With the mean number of the micro-batches of
+            all ranks, the mean of these losses is the mean over all known labels.
 
     Returns a scalar, ln 2 for logits of zero; 0 with a zero gradient where no label is known. Raises ValueError on
     unequal shapes.
@@ -23,4 +25,5 @@ def multilabel_bce(logits_BL: Tensor, target_BL: Tensor) -> Tensor:
         loss_BL = F.binary_cross_entropy_with_logits(
             logits_BL.float(), target_BL.nan_to_num(0.0).float(), reduction="none"
         )
-        return loss_BL.masked_fill(~known_BL, 0.0).sum() / known_BL.sum().clamp(min=1)
+        divisor = known_BL.sum() if count is None else count
+        return loss_BL.masked_fill(~known_BL, 0.0).sum() / divisor.clamp(min=1)

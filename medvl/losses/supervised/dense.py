@@ -20,6 +20,7 @@ def detection(
     label_BPL: Tensor,
     true_BP4: Tensor,
     inner_BP: Tensor,
+    count: Tensor | None = None,
     *,
     alpha: float = 0.25,
     gamma: float = 2.0,
@@ -35,6 +36,8 @@ def detection(
         box_BP4, true_BP4: left, top, right and bottom edges. The true ones of cells without a box are ignored.
         label_BPL: 1 or 0.
         inner_BP: bool, True on cells with a box.
+        count: divisor in place of the number of those cells. With the mean number of the micro-batches of all ranks,
+            the means of these losses are those of the whole update.
         alpha, gamma: parameters of the focal loss.
 
     Returns two scalars; without any box the second one is 0 with a zero gradient.
@@ -42,10 +45,10 @@ def detection(
     from torchvision.ops import generalized_box_iou_loss, sigmoid_focal_loss
 
     with full_precision(logits_BPL):
-        count = inner_BP.sum().clamp(min=1)
+        divisor = (inner_BP.sum() if count is None else count).clamp(min=1)
         focal = sigmoid_focal_loss(logits_BPL.float(), label_BPL.float(), alpha=alpha, gamma=gamma, reduction="sum")
         apart = generalized_box_iou_loss(box_BP4[inner_BP].float(), true_BP4[inner_BP].float(), reduction="sum")
-        return focal / count, apart / count
+        return focal / divisor, apart / divisor
 
 
 def bce_dice(logits_BLhw: Tensor, share_BLhw: Tensor, *, smoothing: float = 1.0) -> tuple[Tensor, Tensor]:

@@ -14,7 +14,7 @@ from medvl.data.tokenizer.tokenizer import Tokenizer
 from medvl.data.transforms.image import EvalTransform
 from medvl.encoders import ImageEncoder, create_image_encoder, parameter_groups
 from medvl.errors import ConfigError
-from medvl.models.base import EncoderArguments, ImageConfig, System
+from medvl.models.base import EncoderArguments, ImageConfig, System, mean_count
 from medvl.models.checkpoint import load
 from medvl.models.config_checks import check_labels, check_within
 from medvl.models.registry import register_system
@@ -112,7 +112,12 @@ class Classifier(LabelModel):
 
     def forward(self, batch: Batch) -> Losses:
         """Return the loss; `batch.labels_BL` has the columns of `config.labels`: 1, 0 or NaN."""
-        return Losses.sum(labels=losses.multilabel_bce(self.label_logits(batch.image_BCHW), batch.labels_BL))
+        logits_BL = self.label_logits(batch.image_BCHW)
+        return Losses.sum(labels=losses.multilabel_bce(logits_BL, batch.labels_BL, mean_count(batch)))
+
+    def loss_counts(self, batch: Batch) -> Tensor:
+        """Return (1,) float32: how many known labels the loss of a batch is a sum over."""
+        return (~batch.labels_BL.isnan()).sum().float()[None]
 
     def label_logits(self, image_BCHW: Tensor) -> Tensor:
         """(B, L), in the order of `config.labels`."""

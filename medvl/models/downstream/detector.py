@@ -19,6 +19,7 @@ from medvl.data.loading.dense_targets import DenseBatch
 from medvl.data.tokenizer.tokenizer import Tokenizer
 from medvl.data.transforms.image import EvalTransform
 from medvl.encoders import ImageEncoder
+from medvl.models.base import mean_count
 from medvl.models.config_checks import check_within
 from medvl.models.downstream.dense_base import DenseConfig, DenseModel, init_prior
 from medvl.models.downstream.regions.selection import visible_part
@@ -81,8 +82,16 @@ class Detector(DenseModel):
         assert batch.boxes_BN5 is not None
         logits_BPL, box_BP4 = self.cells(batch)
         targets = self.targets(batch.boxes_BN5)
-        label, place = losses.detection(logits_BPL, box_BP4, targets.label_BPL, targets.box_BP4, targets.inner_BP)
+        label, place = losses.detection(
+            logits_BPL, box_BP4, targets.label_BPL, targets.box_BP4, targets.inner_BP, mean_count(batch)
+        )
         return Losses.sum(label=label, place=place)
+
+    def loss_counts(self, batch: Batch) -> Tensor:
+        """Return (1,) float32: the number of cells with a box, by which both losses are divided."""
+        assert isinstance(batch, DenseBatch)
+        assert batch.boxes_BN5 is not None
+        return self.targets(batch.boxes_BN5).inner_BP.sum().float()[None]
 
     def cells(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Logits (B, P, L) and boxes (B, P, 4), edges in pixels of the input, of all cells in row-major order."""

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from medvl import losses
+from medvl.models.base import mean_count
 from medvl.models.bert_init import LAYER_NORM_EPS, init_weights
 from medvl.models.config_checks import check_choice, check_labels
 from medvl.models.downstream.classifier import LabelModel
@@ -107,12 +108,21 @@ class FusedClassifier(FusionTask, LabelModel):
         """
         logits_BL = self.label_logits(batch)
         if self.config.target == "multi_label":
-            loss = losses.multilabel_bce(logits_BL, batch.labels_BL) * len(self.config.labels)
+            loss = losses.multilabel_bce(logits_BL, batch.labels_BL, mean_count(batch)) * len(self.config.labels)
         else:
             positive_BL = batch.labels_BL == 1
             target_B = positive_BL.int().argmax(dim=1).masked_fill(positive_BL.sum(dim=1) != 1, -100)
-            loss = F.cross_entropy(logits_BL.float(), target_B, reduction="sum") / (target_B >= 0).sum().clamp(min=1)
+            count = mean_count(batch)
+            divisor = (target_B >= 0).sum() if count is None else count
+            loss = F.cross_entropy(logits_BL.float(), target_B, reduction="sum") / divisor.clamp(min=1)
         return Losses.sum(labels=loss)
+
+    def loss_counts(self, batch: Batch) -> Tensor:
+        """Return (1,) float32: how many known labels, or samples with one label, the loss of a batch is a sum over."""
+        known = ~batch.labels_BL.isnan()
+        if self.config.target != "multi_label":
+            known = (batch.labels_BL == 1).sum(dim=1) == 1
+        return known.sum().float()[None]
 
     def features(self, batch: Batch) -> Fused:
         """Fuse each sample of a batch, with the modalities that the model reads."""

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from medvl.errors import ConfigError
-from medvl.models.base import System, complete_rows
+from medvl.models.base import System, complete_rows, mean_count
 from medvl.models.fusion_encoders.parts.encoder import Tokens
 from medvl.models.text_decoding import Decoding, Generated, NextToken, search
 from medvl.schema import Batch, Losses
@@ -58,7 +58,13 @@ class ReportGenerator(System):
         total = F.cross_entropy(
             scores_BTV.flatten(0, 1).float(), target_BT.flatten(), ignore_index=IGNORED, reduction="sum"
         )
-        return Losses.sum(words=total / (target_BT != IGNORED).sum().clamp(min=1))
+        count = mean_count(batch)
+        return Losses.sum(words=total / ((target_BT != IGNORED).sum() if count is None else count).clamp(min=1))
+
+    def loss_counts(self, batch: Batch) -> Tensor:
+        """Return (1,) float32: how many words the loss of a batch is a sum over."""
+        row_K = complete_rows(batch)
+        return (self._targets(batch.ids_BT[row_K], batch.mask_BT[row_K]) != IGNORED).sum().float()[None]
 
     def _targets(self, ids_BT: Tensor, mask_BT: Tensor) -> Tensor:
         """(B, T - 1): the token after each token."""
