@@ -190,8 +190,15 @@ class TwoTowers(System):
 
 
 def mean_count(batch: Batch) -> Tensor | None:
-    """Return the divisor that the training step has set for the only loss of a model with one of `loss_counts`."""
+    """Return the mean count of a model with one of `loss_counts`; None outside of the training step."""
     return None if batch.mean_counts_K is None else batch.mean_counts_K[0]
+
+
+def divisor_of(batch: Batch, count: Tensor) -> Tensor:
+    """Return the divisor of a summed loss: the mean count, or outside of the training step `count`; 1 in place of 0."""
+    mean = mean_count(batch)
+    divisor = count if mean is None else mean
+    return torch.where(divisor > 0, divisor, 1)
 
 
 def complete_rows(batch: Batch) -> Tensor:

@@ -12,8 +12,8 @@ def multilabel_bce(logits_BL: Tensor, target_BL: Tensor, count: Tensor | None = 
     Args:
         logits_BL: one row per image, one column per label.
         target_BL: 1 or 0; NaN where a label is unknown, which is ignored whatever its logit.
-        count: divisor of the sum in place of the number of known labels. With the mean number of the micro-batches of
-            all ranks, the mean of these losses is the mean over all known labels.
+        count: divisor of the sum in place of the number of known labels, such as the mean number of an update's
+            micro-batches on all ranks.
 
     Returns a scalar, ln 2 for logits of zero; 0 with a zero gradient where no label is known. Raises ValueError on
     unequal shapes.
@@ -26,4 +26,4 @@ def multilabel_bce(logits_BL: Tensor, target_BL: Tensor, count: Tensor | None = 
             logits_BL.float(), target_BL.nan_to_num(0.0).float(), reduction="none"
         )
         divisor = known_BL.sum() if count is None else count
-        return loss_BL.masked_fill(~known_BL, 0.0).sum() / divisor.clamp(min=1)
+        return loss_BL.masked_fill(~known_BL, 0.0).sum() / torch.where(divisor > 0, divisor, 1)

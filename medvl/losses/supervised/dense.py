@@ -36,8 +36,8 @@ def detection(
         box_BP4, true_BP4: left, top, right and bottom edges. The true ones of cells without a box are ignored.
         label_BPL: 1 or 0.
         inner_BP: bool, True on cells with a box.
-        count: divisor in place of the number of those cells. With the mean number of the micro-batches of all ranks,
-            the means of these losses are those of the whole update.
+        count: divisor in place of the number of those cells, such as the mean number of an update's micro-batches on
+            all ranks.
         alpha, gamma: parameters of the focal loss.
 
     Returns two scalars; without any box the second one is 0 with a zero gradient.
@@ -45,7 +45,8 @@ def detection(
     from torchvision.ops import generalized_box_iou_loss, sigmoid_focal_loss
 
     with full_precision(logits_BPL):
-        divisor = (inner_BP.sum() if count is None else count).clamp(min=1)
+        cells = inner_BP.sum() if count is None else count
+        divisor = torch.where(cells > 0, cells, 1)
         focal = sigmoid_focal_loss(logits_BPL.float(), label_BPL.float(), alpha=alpha, gamma=gamma, reduction="sum")
         apart = generalized_box_iou_loss(box_BP4[inner_BP].float(), true_BP4[inner_BP].float(), reduction="sum")
         return focal / divisor, apart / divisor
