@@ -24,6 +24,9 @@ Scale = Literal["unit", "signed", "none"]
 _TIE_TOLERANCE = 1e-6
 """Pixels within this share of the map's range below its maximum count as maximal, to be robust to rounding."""
 
+_ROUNDING = 1e-6
+"""A map whose range is at most this share of its largest absolute value is constant: interpolation rounds float32."""
+
 _MIN_NOISE = 1e-6  # minimum noise as a share of the contrast, so that the CNR of a map with two values is finite
 
 
@@ -76,10 +79,17 @@ def map_metrics(map_HW: NDArray[np.floating], inside_HW: NDArray[np.bool_], rule
         inside_P = inside_HW.ravel()
     if not inside_P.any():
         return dict.fromkeys(rules.metrics, float("nan"))
+    if is_constant(value_P):
+        value_P[:] = value_P[0]
     signed = _contrast(value_P, inside_P)
     overlaps = [_overlap(scaled_P, inside_P) for scaled_P in _above(value_P, rules)]
     numbers = (abs(signed), signed, _pointing(value_P, inside_P), float(np.mean(overlaps)), *overlaps)
     return dict(zip(rules.metrics, numbers, strict=True))
+
+
+def is_constant(value_P: NDArray[np.floating]) -> bool:
+    """Return whether all values of a float32 map are equal, up to the rounding of its interpolation."""
+    return bool(np.ptp(value_P) <= _ROUNDING * np.abs(value_P).max())
 
 
 def region_mask(boxes: Sequence[Box], height: int, width: int) -> NDArray[np.bool_]:
@@ -111,6 +121,8 @@ def _first_center(coordinate: float) -> int:
 def _contrast(value_P: NDArray[np.float64], inside_P: NDArray[np.bool_]) -> float:
     if inside_P.all():
         return float("nan")  # the boxes cover the image: there is no outside
+    if value_P.min() == value_P.max():
+        return 0.0  # the two means differ by rounding
     within, without = value_P[inside_P], value_P[~inside_P]
     difference = within.mean() - without.mean()
     noise = max(np.sqrt(within.var() + without.var()), _MIN_NOISE * abs(difference))

@@ -3,7 +3,7 @@
 Protocol "zero_shot_masks", version 1:
 
 * The map of a finding is that of its phrase, by default `medvl.data.statement` ("There is pneumothorax."), as in the
-  evaluation of grounding. It is scaled to 0..1 within its image ("unit"), or kept ("none", for maps that are
+  evaluation of grounding. It is scaled to 0..1 within its image ("unit"; a constant map to 0), or kept ("none", for maps that are
   probabilities, such as RadZero's).
 * Everything else is the protocol "segmentation": a threshold and a minimum share of the image of each finding are
   chosen on validation images of other patients, never on the test images. RadZero's published Dice has thresholds of
@@ -28,6 +28,7 @@ from medvl.eval.core.interfaces import Loader
 from medvl.eval.dense.mask_metrics import EmptyRule
 from medvl.eval.dense.segmentation import SegmentationResult, mask_segmentation
 from medvl.eval.grounding.heatmaps import Maps, choose_maps, phrase_maps
+from medvl.eval.grounding.metrics import is_constant
 from medvl.models import DualEncoder
 from medvl.schema import Batch
 
@@ -83,8 +84,12 @@ class PhraseSegmenter:
         if self.scale == "none":
             return map_HW
         seen = map_HW[~map_HW.isnan()]
-        low, high = seen.aminmax() if seen.numel() else (map_HW.new_zeros(()), map_HW.new_ones(()))
-        return (map_HW - low) / (high - low).clamp(min=1e-12)
+        if not seen.numel():
+            return map_HW
+        if is_constant(seen.cpu().numpy()):
+            return torch.where(map_HW.isnan(), map_HW, 0.0)
+        low, high = seen.aminmax()
+        return (map_HW - low) / (high - low)
 
 
 def _choose_labels(loader: Loader, labels: Sequence[str]) -> tuple[str, ...]:

@@ -32,6 +32,7 @@ from medvl.eval.grounding.page import draw_grounding, write_grounding_page
 from medvl.eval.grounding.protocols import grounding_protocol
 from medvl.models import ConVIRTConfig
 from medvl.models.dual_encoders.convirt import ConVIRT
+from medvl.models.heatmaps import on_image
 from medvl.schema import Batch, Embeddings, ImageFeatures, Sample
 
 RULES = MapRules()
@@ -83,6 +84,20 @@ def test_constant_map_scores_like_a_random_guess() -> None:
     values = map_metrics(np.full((8, 8), 0.3, np.float32), corner(), RULES)
     assert values["pointing_game"] == corner().mean() == 0.25
     assert (values["cnr"], values["miou"]) == (0, 0)
+
+
+@pytest.mark.parametrize("value", [0.1, 1 / 3, -0.77])
+def test_interpolation_of_a_constant_grid_is_a_constant_map(value: float) -> None:
+    box = Box(10, 0, 200, 224)
+    map_HW = on_image(torch.full((1, 7, 7), value), box, 224, 224)[0].numpy()
+    inside_HW = region_mask([Box(20, 30, 40, 60)], 224, 224)
+    share = inside_HW[~np.isnan(map_HW)].mean()
+    for scale in ("unit", "signed"):
+        values = map_metrics(map_HW, inside_HW, MapRules(unseen="drop", scale=scale))
+        assert (values["cnr"], values["miou"]) == (0, 0)
+        assert values["pointing_game"] == pytest.approx(share)
+    doubles = map_metrics(map_HW.astype(float) * 0 + value, inside_HW, MapRules(unseen="drop"))
+    assert doubles["cnr"] == 0  # the means of equal numbers differ by rounding
 
 
 def test_tied_maxima_count_by_their_share_despite_rounding() -> None:

@@ -14,10 +14,12 @@ from sklearn.metrics import roc_auc_score
 
 from medvl.data import EvalTransform, WholeText
 from medvl.data.loading.loader import Loader, open_loader
+from medvl.data.transforms.image import Box
 from medvl.errors import EvaluationError, SplitError
 from medvl.eval import evaluate_zero_shot_masks
 from medvl.eval.dense.mask_metrics import pixel_auroc
 from medvl.eval.zero_shot_masks.evaluate import MaskLabels, PhraseSegmenter
+from medvl.models.heatmaps import on_image
 from medvl.schema import Sample
 
 SIDE = 32
@@ -109,3 +111,14 @@ def test_maps_of_a_dual_encoder_are_scaled_within_their_image() -> None:
         assert seen.max() <= 1
     assert maps[3].isnan().any()
     assert PhraseSegmenter(**made, kind="similarity", scale="none").maps(batch, sizes)[0].abs().max() <= 1
+
+
+def test_a_constant_map_has_an_empty_mask() -> None:
+    class Constant(BrightModel):
+        def attention_maps(self, image_BCHW: Any, texts: Any, original_sizes: Any = None) -> list[torch.Tensor]:
+            return [on_image(torch.full((1, 7, 7), 0.1), Box(0, 0, *size), *size)[0] for size in original_sizes]
+
+    model = Constant()
+    result = evaluate_zero_shot_masks(model, loader(model, range(8)), resamples=0)
+    rows = {row.metric: row.value for row in result.results.rows}
+    assert (rows["dice_masked"], rows["left_empty"], rows["pixel_auroc"]) == (0, 1, 0.5)
