@@ -80,7 +80,8 @@ def mask_areas(map_HW: NDArray[np.floating], truth_HW: NDArray[np.bool_], thresh
         raise EvaluationError(f"expected a map of shape {truth_HW.shape}, got {map_HW.shape}", "mismatch")
     if np.isinf(map_HW).any() or np.isnan(map_HW).all():
         raise EvaluationError("the model's maps are not finite: check its weights", "nonfinite")
-    reached_P = np.searchsorted(np.array(thresholds), np.nan_to_num(map_HW, nan=-1.0).ravel(), side="right")
+    threshold_T = np.array(thresholds, map_HW.dtype)  # a float32 probability of 0.7 reaches 0.7, as in `MaskThreshold`
+    reached_P = np.searchsorted(threshold_T, np.nan_to_num(map_HW, nan=-1.0).ravel(), side="right")
     bins = len(thresholds) + 1
     # Histogram of how many thresholds a pixel reaches; its reversed cumulative sum counts the pixels per threshold.
     predicted_T, intersection_T = (

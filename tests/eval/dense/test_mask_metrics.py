@@ -53,6 +53,14 @@ def naive(map_HW: np.ndarray, truth: np.ndarray, rule: MaskThreshold) -> tuple[f
     return 2 * both / (sum(predicted) + sum(true)), both / either
 
 
+@pytest.mark.parametrize("kind", [np.float32, np.float64])
+def test_areas_are_those_of_the_masks_at_values_equal_to_thresholds(kind: type) -> None:
+    map_HW = np.array([[*THRESHOLDS, np.nan]], kind)
+    areas = mask_areas(map_HW, np.ones(map_HW.shape, bool), THRESHOLDS)
+    masks = [MaskThreshold(threshold=threshold, min_share=0.0)(map_HW) for threshold in THRESHOLDS]
+    assert areas.predicted_NT[0].tolist() == [mask.sum() for mask in masks] == list(range(len(THRESHOLDS), 0, -1))
+
+
 @pytest.mark.parametrize("share", [0.0, 0.05, 0.3])
 def test_dice_and_iou_match_the_naive_implementation(share: float) -> None:
     pairs = random_maps()
