@@ -39,7 +39,8 @@ def roc_curve(
     """Return the ROC curve with a 95 % band at fixed false positive rates; None if a class is absent.
 
     `labels_N` are 1, 0 or NaN (left out). The band uses the resamples of `bootstrap` with the same seed and groups;
-    with more than 512 distinct scores it uses 512 quantiles of them, while the curve keeps every corner.
+    with more than 512 distinct scores it uses 512 quantiles of them, while the curve keeps every corner. It is NaN if
+    fewer than half of the resamples have both classes.
     """
     known = ~np.isnan(labels_N)
     if len(np.unique(labels_N[known])) < 2:
@@ -48,9 +49,8 @@ def roc_curve(
     positive_NR = (labels_N[order] == 1).astype(np.float64)[:, None]
     ends = np.flatnonzero(np.append(np.diff(scores_N[order]) != 0, True))
     false_1, true_1 = _rates(positive_NR, 1 - positive_NR, ends)
-    grid_G = np.linspace(0, 1, grid_points)
+    grid_G, unknown_G = np.linspace(0, 1, grid_points), np.full(grid_points, np.nan)
     if resamples == 0:
-        unknown_G = np.full(grid_points, np.nan)
         return RocCurve(false_1[:, 0], true_1[:, 0], grid_G, unknown_G, unknown_G)
     if len(ends) > _MAX_THRESHOLDS:
         ends = ends[np.linspace(0, len(ends) - 1, _MAX_THRESHOLDS).astype(np.int64)]
@@ -58,10 +58,12 @@ def roc_curve(
     for counts_NR in resample_counts(len(scores_N), resamples, seed, groups):
         drawn_NR = counts_NR[order]
         false_TR, true_TR = _rates(drawn_NR * positive_NR, drawn_NR * (1 - positive_NR), ends)
-        both_classes = ~np.isnan(false_TR[-1] + true_TR[-1])
-        pairs = zip(false_TR.T[both_classes], true_TR.T[both_classes], strict=True)
-        heights_RG += [np.interp(grid_G, false_T, true_T) for false_T, true_T in pairs]
-    low_G, high_G = percentile_interval(np.array(heights_RG).reshape(-1, grid_points))
+        both_R = ~np.isnan(false_TR[-1] + true_TR[-1])
+        heights_RG += [
+            np.interp(grid_G, false_T, true_T) if both else unknown_G
+            for false_T, true_T, both in zip(false_TR.T, true_TR.T, both_R, strict=True)
+        ]
+    low_G, high_G = percentile_interval(np.array(heights_RG))
     return RocCurve(false_1[:, 0], true_1[:, 0], grid_G, low_G, high_G)
 
 
