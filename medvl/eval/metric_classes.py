@@ -56,7 +56,8 @@ class LabelMetrics(Metric):
             names: labels, one for each column.
             policy: treatment of uncertain (-1) and missing (NaN) labels; that of the evaluators by default.
             probabilities: whether scores are probabilities.
-            thresholds: label -> threshold, chosen on validation data (`medvl.eval.choose_threshold`).
+            thresholds: label -> threshold, chosen on validation data (`medvl.eval.choose_threshold`); a label with NaN
+                has no yes/no metrics.
             options: of `torchmetrics.Metric`.
         """
         super().__init__(**options)
@@ -66,7 +67,9 @@ class LabelMetrics(Metric):
         if missing:
             raise EvaluationError(f"no threshold for {', '.join(missing)}", "missing", field="thresholds")
         self.names, self.policy, self.probabilities = tuple(names), policy or LabelPolicy(), probabilities
-        self.thresholds = None if thresholds is None else [thresholds[name] for name in names]
+        self.thresholds = {
+            name: thresholds[name] for name in names if thresholds is not None and not math.isnan(thresholds[name])
+        }
         self.scores: list[Tensor]
         self.labels: list[Tensor]
         self.add_state("scores", [], dist_reduce_fx="cat")
@@ -94,15 +97,18 @@ class LabelMetrics(Metric):
         ]
         if self.probabilities:
             groups.append(calibration_metrics(scores_NL, labels_NL, self.names))
-        if self.thresholds is not None:
-            groups.append(decision_metrics(scores_NL >= np.array(self.thresholds), labels_NL, self.names))
+        if self.thresholds:
+            columns = [self.names.index(name) for name in self.thresholds]
+            predicted_NL = scores_NL[:, columns] >= np.array(list(self.thresholds.values()))
+            groups.append(decision_metrics(predicted_NL, labels_NL[:, columns], list(self.thresholds)))
         return _values(measure(groups, len(scores_NL), resamples=0))
 
 
 class RetrievalMetrics(Metric):
     """Recall at k, median rank and MRR of images and texts, "recall@1/image_to_text", by the cosine of embeddings.
 
-    The values are those of `medvl eval retrieval` for models that compare by the cosine. Equal texts are one candidate.
+    The values are those of `medvl eval retrieval` for models that compare by the cosine: equal texts are one candidate,
+    and images without text are left out.
     """
 
     full_state_update = False
@@ -125,9 +131,11 @@ class RetrievalMetrics(Metric):
                 f"expected equal (B, E) and B texts, got {tuple(image_BE.shape)}, {tuple(text_BE.shape)}, {len(texts)}"
             )
             raise EvaluationError(message, "mismatch", field="texts")
-        self.images.append(image_BE.detach().float())
-        self.texts.append(text_BE.detach().float())
-        self.text_ids.append(name_ids([" ".join(text.split()) for text in texts]).to(image_BE.device))
+        collapsed = [" ".join(text.split()) for text in texts]
+        kept = [row for row, text in enumerate(collapsed) if text]
+        self.images.append(image_BE.detach()[kept].float())
+        self.texts.append(text_BE.detach()[kept].float())
+        self.text_ids.append(name_ids([collapsed[row] for row in kept]).to(image_BE.device))
 
     def compute(self) -> dict[str, Tensor]:
         """Return name -> value over all pairs. Raises EvaluationError for fewer than two distinct texts, or NaN."""

@@ -59,6 +59,21 @@ def test_retrieval_metrics_are_those_of_the_evaluator() -> None:
     assert metrics.compute()["recall@1/image_to_text"] == values["recall@1/image_to_text"]
 
 
+def test_images_without_text_are_left_out() -> None:
+    metrics, images = RetrievalMetrics(ks=(1,)), torch.eye(5)
+    metrics.update(images, images, ["one", "", "two", " \n", "three"])
+    metrics.update(images[:2], images[:2], ["", ""])
+    assert {name: value.item() for name, value in metrics.compute().items()} == dict.fromkeys(metrics.compute(), 1.0)
+
+
+def test_a_label_without_a_threshold_has_no_decisions() -> None:
+    metrics = LabelMetrics(["Edema", "Fracture"], thresholds={"Edema": 0.5, "Fracture": float("nan")})
+    metrics.update(torch.tensor([[0.9, 0.8], [0.1, 0.2]]), torch.tensor([[1.0, 1.0], [0.0, 0.0]]))
+    values = metrics.compute()
+    assert "f1/Fracture" not in values
+    assert values["f1/Edema"] == values["f1/macro"] == values["auroc/Fracture"] == 1
+
+
 def test_two_processes_give_the_values_of_one(tmp_path: Path) -> None:
     run_two_ranks(metric_ranks.__file__, tmp_path)
     expected = compute()
