@@ -125,6 +125,9 @@ def _fit_all(images: ScoredImages) -> tuple[dict[str, FindingCalibration], dict[
             left_out[name] = f"needs {_FEWEST} positive and {_FEWEST} negative images, has {positive_N.sum()} and "
             left_out[name] += str((~positive_N).sum())
             continue
+        if len(set(patients[known_N])) < 2:
+            left_out[name] = "needs images of two patients or more, for a cross-validation over patients"
+            continue
         slope, intercept = fit_platt(logit_N, positive_N)
         if slope <= 0:
             left_out[name] = "higher scores do not mean that the finding is likelier"

@@ -1,5 +1,6 @@
 """Calibration of zero-shot scores: the fit against a reference, files, and the command."""
 
+import dataclasses
 from pathlib import Path
 
 import numpy as np
@@ -65,6 +66,14 @@ def test_calibration_lowers_the_error_on_patients_it_was_not_fitted_on(tmp_path:
     path = fit.write_calibration(result, tmp_path / "a" / "b.json")
     assert fit.read_calibration(path) == result
     assert "Edema" in fit.calibration_table(result)
+
+
+def test_images_of_one_patient_are_left_out(tmp_path: Path) -> None:
+    model, loader = labelled()
+    (tmp_path / "model.safetensors").write_bytes(b"weights")
+    loader.source.samples = [dataclasses.replace(sample, patient="one") for sample in loader.source.samples]
+    with raises(EvaluationError, "empty", names="two patients"):
+        fit.calibrate(model, loader, PROMPTS.select(["Edema"]), checkpoint=tmp_path)
 
 
 def test_findings_without_enough_images_or_reversed_are_left_out(tmp_path: Path) -> None:
