@@ -11,7 +11,7 @@ Protocol "class_retrieval", version 1, over candidates and queries that are fixe
 * Over a list: image queries (all candidates, if the list has none) and text queries against candidate images, and
   candidate images against the candidates' own texts (findings and impression of a report), if every candidate has one.
 * Over a folder: a named policy resolves labels; a candidate whose label is left out is not a hit.
-* `details["chance"]` is the expected precision of a random order.
+* `details["chance"]` is the expected precision of a random order, over a list that of all candidates.
 * Intervals: the bootstrap resamples queries, images by patient; the candidates are fixed.
 
 CheXpert 8x200: ConVIRT, arXiv 2010.00747, section 4.3, with k = 5, 10, 50. 5x200: GLoRIA, ICCV 2021.
@@ -180,10 +180,20 @@ def image_retrieval(
         inputs=inputs,
         details={
             **image_counts(samples, counts, resolved, kept),
-            "chance": dict(zip(kept, relevant_NL.mean(axis=0).tolist(), strict=True)),
+            "chance": dict(zip(kept, _chance(relevant_NL, patient_N.numpy()).tolist(), strict=True)),
         },
     )
     return ClassRetrievalResult(results, tuple(kept), (queries,))
+
+
+def _chance(relevant_NL: Array, patient_N: np.ndarray) -> Array:
+    """Return (L,): the expected precision of a random order, for queries among the images of other patients."""
+    relevant_PL = np.zeros((patient_N.max() + 1, relevant_NL.shape[1]))
+    np.add.at(relevant_PL, patient_N, relevant_NL)
+    candidates_N = len(patient_N) - np.bincount(patient_N)[patient_N]
+    share_NL = (relevant_NL.sum(axis=0) - relevant_PL[patient_N]) / candidates_N[:, None]
+    share_L: Array = (share_NL * relevant_NL).sum(axis=0) / relevant_NL.sum(axis=0)
+    return share_L
 
 
 def class_retrieval(

@@ -78,8 +78,17 @@ def test_images_are_retrieved_among_other_patients() -> None:
         assert row.value == pytest.approx(np.mean(values[label]))
         assert row.n == len(values[label])
     assert results.row("precision@5", "macro").value == pytest.approx(np.mean([np.mean(v) for v in values.values()]))
-    assert results.details["chance"]["Edema"] == labels_NL[:, 0].mean()
+    shares = [np.mean([labels_NL[n, 0] for n in range(60) if n % 20 != q % 20]) for q in range(60) if labels_NL[q, 0]]
+    assert results.details["chance"]["Edema"] == pytest.approx(np.mean(shares))
     assert results.protocol == "image_retrieval"
+
+
+def test_a_class_of_one_patient_has_no_chance_of_a_hit() -> None:
+    labels_NL = np.tile([0.0, 1.0, 0.0], (12, 1))
+    labels_NL[[0, 4, 8]] = [1.0, 0.0, 0.0]  # the images of the first of four patients
+    results = image_retrieval(FakeModel(), loader_of(labels_NL, patients=4), ks=(2,), resamples=0).results
+    assert results.row("precision@2", "Edema").value == 0
+    assert results.details["chance"] == {"Edema": 0.0, "Fracture": 6 / 9}
 
 
 def test_uncertain_labels_are_neither_hits_nor_queries() -> None:
