@@ -115,7 +115,7 @@ def _sentences(name: str, lines: Iterable[str], task: TextTask) -> list[TextExam
     examples: list[TextExample] = []
     words: list[str] = []
     tags: list[str] = []
-    document = ""
+    document, documents = "", 0
 
     def close() -> None:
         if words:
@@ -127,7 +127,8 @@ def _sentences(name: str, lines: Iterable[str], task: TextTask) -> list[TextExam
     for line in lines:
         if line.startswith(("-DOCSTART-", "###MEDLINE")):
             close()
-            document = line.strip()
+            documents += 1
+            document = f"{line.strip()} {documents}"  # some releases have the same line for every document
         elif not line.strip():
             close()
         else:

@@ -91,6 +91,9 @@ def test_releases_of_tagged_words(tmp_path: Path) -> None:
     assert set(splits) == {"train", "dev"}
     assert [example.label for example in splits["train"]] == [("B", "O"), ("B", "I")]
     assert len({example.document for example in splits["train"]}) == 1
+    write(tmp_path / "BC2GM-IOB/test.tsv", lines.replace("(1)", "O") * 2)
+    documents = [example.document for example in read_text_task(tmp_path, TASKS["bc2gm"])["test"]]
+    assert documents[0] == documents[1] != documents[2] == documents[3]  # the same line begins every document
     write(tmp_path / "jnlpba/Genia4ERtask2.iob2", "###MEDLINE:1\n\nNF-kappa\tB-protein\nB\tI-protein\n\n")
     write(tmp_path / "jnlpba/Genia4EReval2.iob2", "x\tO\n")
     assert read_text_task(tmp_path, TASKS["jnlpba"])["train"][0].label == ("B", "I")
