@@ -3,8 +3,8 @@
 Protocol "zero_shot_masks", version 1:
 
 * The map of a finding is that of its phrase, by default `medvl.data.statement` ("There is pneumothorax."), as in the
-  evaluation of grounding. It is scaled to 0..1 within its image ("unit"; a constant map to 0), or kept ("none", for maps that are
-  probabilities, such as RadZero's).
+  evaluation of grounding. It is scaled to 0..1 within its image ("unit"; a constant map to 0), or kept ("none", for
+  maps that are probabilities, such as RadZero's).
 * Everything else is the protocol "segmentation": a threshold and a minimum share of the image of each finding are
   chosen on validation images of other patients, never on the test images. RadZero's published Dice has thresholds of
   the test images, and counts images with a mask alone: compare it with "dice_masked".

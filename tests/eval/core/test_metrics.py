@@ -132,7 +132,8 @@ def test_roc_curve_with_many_thresholds_keeps_corners():
 def test_roc_band_is_nan_if_most_resamples_have_a_single_class():
     curve = curves.roc_curve(np.array([0.1, 0.9]), np.array([0.0, 1.0]), resamples=1, groups=["a", "b"])
     assert curve.true_positive_rate.tolist() == [0, 1, 1]
-    assert np.isnan(curve.low_G).all() and np.isnan(curve.high_G).all()
+    assert np.isnan(curve.low_G).all()
+    assert np.isnan(curve.high_G).all()
 
 
 def test_roc_curve_of_single_class_is_none():
