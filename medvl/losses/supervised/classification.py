@@ -1,5 +1,6 @@
 """Classification of findings: several labels per image, some of them unknown. B images, L labels."""
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
