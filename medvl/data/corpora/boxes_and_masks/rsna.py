@@ -102,7 +102,7 @@ def _read_boxes(table: Path, classes: Mapping[str, str], allowed: InputFolders) 
         image_boxes = boxes.setdefault(image, [])
         if target == "1":
             image_boxes.append(read_box("Pneumonia", [row[name] for name in _BOX], _SIZE, table))
-    if len(boxes) != len(classes):
+    if boxes.keys() != classes.keys():
         raise CorpusError(f"{table} and the table of classes have different images: download both again", "mismatch")
     return boxes
 

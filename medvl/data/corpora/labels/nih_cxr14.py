@@ -121,12 +121,16 @@ def _read_boxes(path: Path, allowed: InputFolders) -> dict[str, list[Box]]:
     if not path.is_file():
         return boxes
     rows = csv.reader(tables.read_lines(path, allowed))
-    tables.check_columns(path, next(rows, []), ("Image Index", "Finding Label", "Bbox [x"))
-    for image, label, *fields in rows:
-        name = _RENAMED.get(label, label)
-        if name not in LABELS or not _IMAGE.fullmatch(image):
-            raise malformed(path, "expected an image name and one of the findings in each row")
-        boxes.setdefault(image, []).append(read_box(name, fields[:4], _SIZE, path))
+    try:
+        tables.check_columns(path, next(rows, []), ("Image Index", "Finding Label", "Bbox [x"))
+        for row in filter(None, rows):
+            image, label, *fields = row if len(row) > 1 else (*row, "")
+            name = _RENAMED.get(label, label)
+            if name not in LABELS or not _IMAGE.fullmatch(image):
+                raise malformed(path, "expected an image name and one of the findings in each row")
+            boxes.setdefault(image, []).append(read_box(name, fields[:4], _SIZE, path))
+    except csv.Error as error:
+        raise malformed(path, f"not readable as a CSV table ({error}); check its quotes") from error
     return boxes
 
 

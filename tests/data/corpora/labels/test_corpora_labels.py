@@ -172,6 +172,7 @@ def test_rsna_missing_mapping_raises_unless_patients_are_images(tmp_path: Path, 
         ({"labels": RSNA_LABELS.replace("Target", "target")}, ("missing", "Target")),
         ({"classes": RSNA_CLASSES.replace("Not Normal", "Odd")}, ("malformed", "class")),
         ({"classes": RSNA_CLASSES.replace(NORMAL, "7")}, ("malformed", "patientId")),
+        ({"classes": RSNA_CLASSES.replace(NORMAL, "4" + NORMAL[1:])}, ("mismatch",)),
         ({"files": {OPACITY: "00000013_005.png"}}, ("mismatch",)),
         ({"files": RSNA_FILES | {OTHER: "20.png"}}, ("malformed", "img_id")),
     ],
@@ -324,11 +325,21 @@ def test_nih_and_rsna_hash_patients_equally(tmp_path: Path, deid: Deidentifier) 
         ({"boxes": NIH_BOXES.replace("Infiltrate", "Spot")}, ("malformed",)),
         ({"boxes": NIH_BOXES.replace("Finding Label", "Label")}, ("missing", "Finding Label")),
         ({"boxes": NIH_BOXES.replace("547.019216763771", "")}, ("malformed", "boxes")),
+        ({"boxes": NIH_BOXES + "00000001_000.png\n"}, ("malformed",)),
+        ({"boxes": NIH_BOXES + '"' + "x" * (1 << 18)}, ("malformed",)),
     ],
 )
 def test_nih_invalid_value_raises(change: dict, expected: tuple[str, ...], tmp_path: Path, deid: Deidentifier) -> None:
     with raises(CorpusError, *expected):
         nih_cxr14.plan(write_nih(tmp_path, **change), deid)
+
+
+def test_nih_blank_lines_of_the_boxes_are_skipped(tmp_path: Path, deid: Deidentifier) -> None:
+    one, other = (
+        [record.sample.extra for record in nih_cxr14.plan(write_nih(tmp_path / name, boxes=boxes), deid).records]
+        for name, boxes in (("plain", NIH_BOXES), ("blank", f"{NIH_BOXES}\n\n"))
+    )
+    assert one == other
 
 
 def test_nih_invalid_lists_or_share_raise(tmp_path: Path, deid: Deidentifier) -> None:
