@@ -26,7 +26,7 @@ from medvl.data.storage.location import Location
 from medvl.data.storage.webdataset_tars import TarFields, check_tars, describe_tars, expand_tars, read_tar
 from medvl.data.transforms.image import ImageTransform
 from medvl.data.transforms.text import TextPolicy
-from medvl.errors import ConfigError, ImageError, StorageError
+from medvl.errors import ConfigError, ImageError, ShardError, StorageError
 from medvl.schema import Batch, Inputs, Sample
 
 SECTION = "caption"
@@ -38,7 +38,7 @@ NOT_PROMISED = (
 )
 
 _log = logging.getLogger(__name__)
-Result = tuple[Batch | None, list[SkippedSample]] | StorageError
+Result = tuple[Batch | None, list[SkippedSample]] | ShardError | StorageError
 
 
 class _BatchStream(IterableDataset[Result]):
@@ -71,7 +71,7 @@ class _BatchStream(IterableDataset[Result]):
                 if len(items) == self.local_batch:
                     yield self.collate(items)
                     items = []
-        except StorageError as error:  # raised in a worker process, it would lose its code
+        except (ShardError, StorageError) as error:  # raised in a worker process, it would lose its code
             yield error
 
     def _rng(self, purpose: str) -> np.random.Generator:
@@ -80,16 +80,22 @@ class _BatchStream(IterableDataset[Result]):
         return np.random.default_rng(seeds if purpose == "buffer" else seeds[:2])
 
     def _read(self) -> Iterator[Mapping[str, Any]]:
-        """Yield the members of each sample in this worker's tars, repeatedly."""
+        """Yield the members of each sample in this worker's tars, repeatedly. Raises ShardError where there is none."""
         worker = get_worker_info()
         part = self.rank * (worker.num_workers if worker else 1) + (worker.id if worker else 0)
         parts = self.world * (worker.num_workers if worker else 1)
         # All ranks and workers use the same permutation, so that their parts do not overlap.
         order = self._rng("tars").permutation(len(self.tars))[part::parts]
-        while True:
+        found = True
+        while found:
+            found = False
             for number in order:
                 for members in read_tar(self.tars[number], self.fields.suffixes()):
+                    found = True
                     yield members | {"__tar__": self.tars[number].name}
+        names = describe_tars([self.tars[number] for number in order])
+        wanted = ", ".join(sorted(self.fields.suffixes()))
+        raise ShardError(f"{names}: no sample has a member with a suffix of {wanted}; correct the suffixes", "empty")
 
     def _shuffle(self, samples: Iterable[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
         rng, buffer = self._rng("buffer"), list[Mapping[str, Any]]()

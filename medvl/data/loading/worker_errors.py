@@ -4,7 +4,7 @@ import contextlib
 from collections.abc import Callable, Iterable, Iterator
 from typing import Generic, TypeVar
 
-from medvl.errors import LoaderError, StorageError
+from medvl.errors import LoaderError, ShardError, StorageError
 
 T = TypeVar("T")
 A = TypeVar("A")
@@ -24,11 +24,12 @@ class PassErrors(Generic[A, B]):
         return items if isinstance(items, StorageError) else self.collate(items)
 
 
-def with_worker_errors(batches: Iterable[T | StorageError]) -> Iterator[T]:
+def with_worker_errors(batches: Iterable[T | ShardError | StorageError]) -> Iterator[T]:
     """Yield the batches of a DataLoader.
 
-    Raises LoaderError when a worker process died, or returned nothing within the DataLoader's timeout, and StorageError
-    where a worker returned it in place of a batch. Hung workers are killed: otherwise Python waits for them at exit.
+    Raises LoaderError when a worker process died, or returned nothing within the DataLoader's timeout, and ShardError
+    or StorageError where a worker returned it in place of a batch. Hung workers are killed: otherwise Python waits for
+    them at exit.
     """
     iterator = iter(batches)
     while True:
@@ -45,7 +46,7 @@ def with_worker_errors(batches: Iterable[T | StorageError]) -> Iterator[T]:
                     process.kill()
                     process.join()
             raise explanation from error
-        if isinstance(batch, StorageError):
+        if isinstance(batch, ShardError | StorageError):
             raise batch
         yield batch
 

@@ -237,3 +237,24 @@ def test_unreadable_samples_are_counted_within_the_budget(tmp_path: Path) -> Non
     assert set(loader.skipped) == {"unknown_format", "sample_unreadable"}
     with pytest.raises(MedvlError):
         list(opened(tmp_path / "a.tar", samples=8, max_skipped=0, buffer=1))
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("fields", [TarFields(), TarFields(image="webp", text="cap")])
+def test_tars_without_any_sample_are_refused(tmp_path: Path, workers: int, fields: TarFields) -> None:
+    path = tmp_path / "other.tar"
+    with tarfile.open(path, "w") as tar:
+        if fields == TarFields():
+            add(tar, "a.webp", b"x")
+    loader = open_webdataset_loader([path], samples=4, batch=2, workers=workers, fields=fields, **SETTINGS)
+    with raises(ShardError, "empty", names=str(path)):
+        next(iter(loader))
+
+
+def test_errors_of_workers_name_the_tar(folder: Path, tmp_path: Path) -> None:
+    path = tmp_path / "short.tar"
+    path.write_bytes((folder / "pmc-00000.tar").read_bytes()[:3000])
+    loader = open_webdataset_loader([path], samples=4, batch=2, workers=1, **SETTINGS)
+    with raises(ShardError, "truncated") as caught:
+        next(iter(loader))
+    assert str(caught.value).startswith(str(path))
