@@ -22,6 +22,7 @@ from medvl.data.shards.format import label_row
 from medvl.data.shards.regions import Regions
 from medvl.data.tokenizer.tokenizer import Tokenizer
 from medvl.data.transforms.image import BuiltTransform, ImageTransform, ReadsTexts, Transformed
+from medvl.data.transforms.mirroring import mirror_labels, texts_and_names
 from medvl.data.transforms.statements import SamplePolicy, StatementPolicy, Statements
 from medvl.data.transforms.text import REPORT_SECTIONS, PairPolicy, TextPolicy, choose_sections
 from medvl.errors import BudgetError, ConfigError, ShardError
@@ -132,7 +133,7 @@ class ItemMaker:
 
     def __call__(self, sample: Sample, pixels: np.ndarray, epoch: int) -> Item:
         """Return the item of one sample. `pixels` are uint8, (H, W) or (H, W, 3)."""
-        return self.row(sample, self.views(sample.key, pixels, epoch, texts=sample.sections.values()), epoch)
+        return self.row(sample, self.views(sample.key, pixels, epoch, texts=texts_and_names(sample)), epoch)
 
     def views(
         self,
@@ -146,7 +147,8 @@ class ItemMaker:
         """Return the augmented images.
 
         `key` seeds the augmentation, `prior` are the pixels of the previous image, `other` those of another image of
-        the study, and `texts` those of the sample, for transforms that flip an image only where its text allows it.
+        the study, and `texts` those of the sample, for transforms that flip an image only where its text allows it
+        (`medvl.data.transforms.mirroring.texts_and_names`).
         """
         built = self._built(texts)
         image = built(pixels, sample_rng(self.seed, epoch, key, "image"))
@@ -187,12 +189,13 @@ class ItemMaker:
         """Return the item of one sample and its augmented images. Items with one `image_key` share the image."""
         if isinstance(self.text, Statements):
             sample = self.text.relabelled(sample)
+        labelled = mirror_labels(sample) if self._is_mirrored(views) else sample
         return Item(
             sample.key,
             sample.study,
             views.image.image_HWC,
             self._text(sample, views, epoch, "text"),
-            label_row(sample.labels, self.label_names),
+            label_row(labelled.labels, self.label_names),
             image_key,
             None if views.second is None else views.second.image_HWC,
             self._text(sample, views, epoch, "second text") if self.inputs.second_text else None,
@@ -201,7 +204,7 @@ class ItemMaker:
             views.has_image,
             self._entities(sample, views),
             views.regions,
-            None if self.targets is None else self.targets(sample, views.image),
+            None if self.targets is None else self.targets(labelled, views.image),
             self._positions(sample, views) if self.inputs.positions else (),
             self._statements(sample, views, epoch) if self.inputs.statements else (),
         )
@@ -209,8 +212,7 @@ class ItemMaker:
     def _positions(self, sample: Sample, views: Views) -> tuple[int, ...]:
         """Return the class of the position of each label's finding; left and right as in the augmented image."""
         positions = positions_of("\n\n".join(choose_sections(sample.sections, REPORT_SECTIONS)), self.label_names)
-        mirrored = views.image.flipped and self.image.flip == "swap_text"
-        return tuple(mirrored_positions(positions) if mirrored else positions)
+        return tuple(mirrored_positions(positions) if self._is_mirrored(views) else positions)
 
     def _statements(self, sample: Sample, views: Views, epoch: int) -> tuple[str, ...]:
         """Return all statements; under a policy without statements, the sample's text is its only one."""
@@ -242,7 +244,11 @@ class ItemMaker:
 
     def _as_image(self, text: str, views: Views) -> str:
         """Return a text, with left and right exchanged if the image is flipped and `flip` is swap_text."""
-        return swap_laterality(text) if views.image.flipped and self.image.flip == "swap_text" else text
+        return swap_laterality(text) if self._is_mirrored(views) else text
+
+    def _is_mirrored(self, views: Views) -> bool:
+        """Return whether left and right are exchanged in texts and names."""
+        return views.image.flipped and self.image.flip == "swap_text"
 
 
 class Collate:

@@ -23,9 +23,9 @@ if TYPE_CHECKING:
     from medvl.data.images.inputs import ImageInput
 
 Flip = Literal["off", "swap_text", "sideless", "plain"]
-"""Handling of horizontal flips: off (no flips); swap_text (left and right are exchanged in the text); sideless (only
-images whose texts name no side are flipped); plain (the text is unchanged and then contradicts the image where it names
-a side, as in most published recipes)."""
+"""Handling of horizontal flips: off (no flips); swap_text (left and right are exchanged in the text and in the names of
+labels, boxes and masks); sideless (only images whose texts, labels, boxes and masks name no side are flipped); plain
+(texts and labels are unchanged and then contradict the image where they name a side, as in most published recipes)."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
