@@ -31,6 +31,8 @@ class CueTable:
     entries: Table
     yields: bool = False
     """Whether a negation that reaches the cue applies instead: "no opacity suspicious for pneumonia"."""
+    after_events: bool = False
+    """Whether `EVENTS` end its scope: "pneumothorax | after chest tube removal"."""
 
 
 _PERHAPS = "possibly|potential(?:ly)?|probably|likely|perhaps|presumabl[ey]|presumed"
@@ -57,29 +59,37 @@ PSEUDO_CUES: Table = (
 CUES: tuple[CueTable, ...] = (
     CueTable(
         value=UNCERTAIN,
+        side="between",
+        entries=("(?:versus|vs)", "(?:(?:is|are) )?(?:felt )?(?:to be )?(?:favou?red over|more likely than)"),
+    ),
+    CueTable(
+        value=UNCERTAIN,
         side="after",
         entries=(
             "(?:can ?not|can't|could not) ~ (?:excluded|ruled out)", "not ~ (?:excluded|ruled out)", r"\b\?",
             "(?:should|could|may|might) be (?:considered|present|missed|obscured)", "a (?:possibility|consideration)",
             "in the differential", "less likely than", "(?:could|may|might|would) (?:explain|account for)",
+            ", if (?:any|present)",
         ),
     ),
     CueTable(
         value=NEGATIVE,
         side="after",
         entries=(
-            rf"(?:not|no longer) ~ (?:\w+ )?{_SEEN}", "now ~ clear", "(?<!high-)(?:removal|resolution)(?! of)",
+            rf"(?:not|no longer) ~ (?:\w+ )?{_SEEN}", "now ~ clear",
             f"(?:is|are|was|were|now|since|can be|has|have|had) ~ (?:{_REMOVED})",
             f"(?::|,| -+) (?:none|no|nil|negative|no evidence|not {_SEEN}|{_REMOVED})(?= *(?:[.,;]|$))",
         ),
     ),
+    CueTable(value=NEGATIVE, side="after", after_events=True, entries=("(?<!high-)(?:removal|resolution)(?! of)",)),
     CueTable(
         value=UNCERTAIN,
         side="before",
         entries=(
             "(?:may|might|could|would) .. (?:represent*|reflect*|be|indicate*|relate*)", "(?:may|might|could)",
             "(?:cannot|can not|can't|could not|not|unable to) ~ (?:exclude|rule out)", "(?:rule|ruling) out", "r/o",
-            "(?:possibility|question) of", "question", "borderline", "equivocal", "symptoms of", "either", r"\B\?",
+            "(?:possibility|question) of", "(?:question|query)", "borderline", "equivocal", "symptoms of", "either",
+            r"\B\?",
             "(?:correlat*|evaluat*|assess*) .. for", "consider(?! (?:ct|chest|follow|further|repeat))",
             "(?:differential|considerations?) (?:diagnosis |considerations? )?(?:would )?(?:includes?|is)",
             f"(?:{_PERHAPS}) (?:due|related|secondary|from|an?|represent*|reflect*|positional|projectional|technical*)",
@@ -100,7 +110,7 @@ CUES: tuple[CueTable, ...] = (
         entries=(
             "(?:possible|probable|(?:less )?likely|unlikely|conceivable|suspected|questioned|doubtful|favou?red)",
             "(?:difficult|hard) to ~ (?:exclude|rule out)",
-            "in the (?:appropriate|proper|correct|right) clinical (?:setting|context),?",
+            "in the (?:appropriate|proper|correct|right) clinical (?:setting|context),?", "if (?:any|present)",
         ),
     ),
     CueTable(
@@ -119,7 +129,6 @@ CUES: tuple[CueTable, ...] = (
         ),
     ),
     CueTable(value=None, side="before", entries=("history of", "h/o", "(?:treatment|treated|therapy) (?:for|of)")),
-    CueTable(value=UNCERTAIN, side="between", entries=("(?:versus|vs)",)),
 )  # fmt: skip
 """Cues in the order in which they are matched; words of one match are not matched again."""
 
@@ -153,8 +162,11 @@ PREDICATES: Table = (
 LINKS: Table = ("(?:represent*|reflect*|suggest*|indicat*|consistent|compatible|concerning|suspicious|due)",)
 """Words between a sign and its explanation: a doubt behind them is about the explanation."""
 
+EVENTS: Table = ("after", "following", "status post", "s/p")
+"""Words before an event such as the removal of a tube."""
+
 SCOPE_ENDS: Table = (
-    "(?<!consistent )(?<!compatible )(?<!associated )(?<!keeping )with", "after", "following", "status post", "s/p",
-    "despite", "given", "in (?:a|this|the) (?:patient|setting|context)", "on a background of", "in place",
+    *EVENTS, "(?<!consistent )(?<!compatible )(?<!associated )(?<!keeping )with", "despite", "given",
+    "in (?:a|this|the) (?:patient|setting|context)", "on a background of", "in place",
 )  # fmt: skip
 """Words that end the scope of a negation: "no effusion with an enlarged heart"."""

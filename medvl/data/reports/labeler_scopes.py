@@ -4,7 +4,7 @@ A cue reaches from its own place to the next stop. Stops are the ends of clauses
 
 * for negations before a phrase: `SCOPE_ENDS` ("no effusion | with an enlarged heart");
 * for cues after a phrase: commas, except in a list that ends with "and" or "or", and for doubts `LINKS` ("opacity
-  consistent | with pneumonia in the appropriate clinical setting");
+  consistent | with pneumonia in the appropriate clinical setting") and, for nouns such as removal, `EVENTS`;
 * for "versus": commas, "and", predicates, `LINKS` and `SCOPE_ENDS`.
 
 A comma or "and" ends a clause if what follows begins with one of `CLAUSE_OPENERS`, or has a predicate where something
@@ -52,6 +52,7 @@ class Cue(Span):
     """0 negative, -1 uncertain; None if the phrases in its scope do not describe the image."""
     side: str
     yields: bool = False
+    after_events: bool = False
 
 
 @functools.cache
@@ -115,7 +116,10 @@ class Scopes:
         self._negations = _Cues((cue for cue in before if cue.value != UNCERTAIN), scope_ends)
         after, ends = [cue for cue in cues if cue.side == "after"], [*clauses.ends, *clauses.loose_commas]
         self._doubts_after = _Cues((cue for cue in after if cue.value == UNCERTAIN), [*ends, *explained])
-        self._negations_after = _Cues((cue for cue in after if cue.value == NEGATIVE), ends)
+        negative = [cue for cue in after if cue.value == NEGATIVE]
+        self._negations_after = _Cues((cue for cue in negative if not cue.after_events), ends)
+        events = _starts(tables.EVENTS, sentence)
+        self._removals_after = _Cues((cue for cue in negative if cue.after_events), [*ends, *events])
         predicates = _starts(tables.PREDICATES, sentence)
         between = (cue for cue in cues if cue.side == "between")
         self._between = _Cues(between, [*scope_ends, *clauses.joints, *explained, *predicates])
@@ -134,7 +138,7 @@ class Scopes:
 
     def _find_after(self, phrase: Span) -> Cue | None:
         """Return the next cue after a phrase; across commas only if a comma follows the phrase or its next word."""
-        cues = (self._doubts_after.after(phrase.end), self._negations_after.after(phrase.end))
+        cues = [part.after(phrase.end) for part in (self._doubts_after, self._negations_after, self._removals_after)]
         cue = min((cue for cue in cues if cue), key=lambda cue: cue.start, default=None)
         if cue is None or not _has(self._commas, phrase.end, cue.start):
             return cue
@@ -152,7 +156,7 @@ def _find_cues(sentence: str, sides: Sequence[str]) -> list[Cue]:
         if table.side in sides:
             pattern = compile_table(table.entries, prefix=_AFTER_COMMA if table.side == "after" else "")
             spans = [match.span() for match in pattern.finditer(sentence)]
-            cues += [Cue(*span, table.value, table.side, table.yields) for span in spans]
+            cues += [Cue(*span, table.value, table.side, table.yields, table.after_events) for span in spans]
             sentence = _blanked(sentence, pattern) if spans else sentence
     return cues
 
