@@ -14,6 +14,7 @@ import re
 import secrets
 import tempfile
 from pathlib import Path
+from typing import SupportsFloat
 
 from medvl.errors import ConfigError, CorpusError
 
@@ -125,24 +126,25 @@ _AGE = re.compile(r"(\d{1,3}(?:\.\d+)?)\s*([DWMY]?)", re.IGNORECASE)
 _UNITS_PER_YEAR = {"D": 365.25, "W": 365.25 / 7, "M": 12.0, "Y": 1.0, "": 1.0}
 
 
-def cap_age(age: str | float | None) -> int | None:
+def cap_age(age: object) -> int | None:
     """Return whole years, where 90 means 90 and above.
 
     Accepts years as a number or text, and DICOM's age strings (`065Y`, `011M`, `003W`, `010D`). Returns None for
-    anything else (None, NaN, negative, other text).
+    anything else (None, NaN, negative, other text, lists).
     """
-    if age is None:
-        return None
     if isinstance(age, str):
         match = _AGE.fullmatch(age.strip())
-        if match is None:
-            return None
-        years = float(match[1]) / _UNITS_PER_YEAR[match[2].upper()]
+        years = float(match[1]) / _UNITS_PER_YEAR[match[2].upper()] if match else math.nan
     else:
-        years = float(age)
-    if math.isnan(years) or years < 0:
-        return None
-    return int(min(years, MAX_AGE))
+        years = _to_float(age)
+    return int(min(years, MAX_AGE)) if years >= 0 else None  # NaN is not
+
+
+def _to_float(value: object) -> float:
+    """Return a number of any type as float; NaN for what is no number."""
+    with contextlib.suppress(TypeError, ValueError, OverflowError):
+        return float(value) if isinstance(value, SupportsFloat) else math.nan
+    return math.nan
 
 
 _MONTH = r"(?:jan|feb|mar|apr|may|jun|jul|aug|sep|oct|nov|dec)[a-z]*\.?"

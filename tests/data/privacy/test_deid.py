@@ -5,6 +5,7 @@ import re
 import stat
 from pathlib import Path
 
+import numpy as np
 import pytest
 from helpers.errors import raises
 
@@ -117,6 +118,7 @@ def test_default_salt_file_follows_the_environment(monkeypatch, tmp_path):
         ("65", 65), (" 65.0 ", 65), ("065Y", 65), ("102Y", 90), ("011M", 0), ("030M", 2), ("003W", 0), ("400D", 1),
         ("100y", 90), (None, None), (float("nan"), None), (-1, None), ("", None), ("nan", None), ("-5", None),
         ("sixty", None), ("65Z", None), ("0065Y", None),
+        ([5], None), ({"years": 5}, None), (10**400, None), (np.float32(41.5), 41),
     ],
 )  # fmt: skip
 def test_cap_age(age, years):
