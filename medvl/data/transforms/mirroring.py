@@ -28,7 +28,9 @@ def mirror_labels(sample: Sample) -> Sample:
     if not any(_mirror_name(entry["label"]) != entry["label"] for entry in _regions(sample)):
         return dataclasses.replace(sample, labels=labels)
     regions = {
-        kind: [_mirror_entry(entry) for entry in sample.extra[kind]] for kind in _REGIONS if kind in sample.extra
+        kind: [_mirror_entry(entry) for entry in entries]
+        for kind in _REGIONS
+        if isinstance(entries := sample.extra.get(kind), list)
     }
     return dataclasses.replace(sample, labels=labels, extra={**sample.extra, **regions})
 
