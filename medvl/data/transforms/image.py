@@ -174,10 +174,13 @@ class EvalTransform:
         """Return the scaled height and width of an image, and its top and left offset in the square."""
         if self.fit == "squash":
             return size, size, 0, 0
-        side = min(height, width) if self.fit == "crop" else max(height, width)
+        if self.fit == "crop":  # rounded as by torchvision's Resize and CenterCrop
+            side = min(height, width)
+            scaled_height, scaled_width = size * height // side, size * width // side
+            return scaled_height, scaled_width, -round((scaled_height - size) / 2), -round((scaled_width - size) / 2)
+        side = max(height, width)
         scaled_height, scaled_width = max(1, round(height * size / side)), max(1, round(width * size / side))
-        top, left = abs(size - scaled_height) // 2, abs(size - scaled_width) // 2
-        return scaled_height, scaled_width, *((-top, -left) if self.fit == "crop" else (top, left))
+        return scaled_height, scaled_width, (size - scaled_height) // 2, (size - scaled_width) // 2
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True, eq=False)
