@@ -47,9 +47,9 @@ def test_the_square_of_crop_is_that_of_torchvision(shape: tuple[int, int]) -> No
     """A rounding of its own moved the square by up to a pixel, and grey levels by 6 on average."""
     noise = np.random.default_rng(0).integers(0, 256, shape, np.uint8).astype(np.float32)
     image = cv2.normalize(cv2.GaussianBlur(noise, (0, 0), 3), None, 0, 255, cv2.NORM_MINMAX).astype(np.uint8)
-    published = v2.Compose([v2.Resize(112, antialias=True), v2.CenterCrop(112)])
+    published = v2.Compose([v2.Resize(224, antialias=True), v2.CenterCrop(224)])
     expected = published(torch.from_numpy(image)[None])[0].numpy().astype(float)
-    square_HWC = EvalTransform(size=112, fit="crop").build()(image, rng()).image_HWC
+    square_HWC = EvalTransform(size=224, fit="crop").build()(image, rng()).image_HWC
     assert np.abs(square_HWC[..., 0] - expected).mean() < 1
 
 
