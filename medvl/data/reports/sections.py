@@ -69,11 +69,12 @@ _PARTS_OF_FINDINGS = re.compile(
 _RULE = re.compile(r"\s*_{10,}\s*")  # a mask has three
 _TITLE = re.compile(r"\s*FINAL (?P<kind>REPORT|ADDENDUM)\s*:?\s*")
 _HEADER = re.compile(r"[ \t]*(?P<label>[A-Za-z][A-Za-z ()/,&'-]{0,58}[A-Za-z)])[ \t]*:(?P<rest>(?!\d).*)")
-_HEADER_IN_LINE = re.compile(
-    r"([.!?:_][ \t]{1,40}|[ \t]{2,40})"
+_COMMON_HEADER = (
     r"((?:CLINICAL )?(?:FINDINGS AND IMPRESSION|FINDINGS|IMPRESSION|CONCLUSION|COMPARISONS?|INDICATION"
     r"|TECHNIQUE|HISTORY|RECOMMENDATIONS?|RECOMMENDATION\(S\)|NOTIFICATION|ADDENDUM):)"
 )
+_HEADER_IN_LINE = re.compile(rf"([.!?:_][ \t]{{1,40}}|[ \t]{{2,40}}){_COMMON_HEADER}")
+_HEADER_IN_ONLY_LINE = re.compile(rf"([ \t]){_COMMON_HEADER}")
 _LIST_ITEM = re.compile(r"[ \t]*(?:[-*•][ \t]|\(?\d{1,2}[.)][ \t]+[A-Z_])")
 _ADDENDUM = re.compile(r"\s*ADDENDUM\b[\s:]*")
 _SIGNATURE = re.compile(
@@ -158,7 +159,8 @@ def parse_report(text: str) -> Report:
     A header is at the start of a line and ends with a colon. In capitals, any words are a header; in lower case, only
     the names in this module's table and those that identify a person (`Date of birth:`), so that `Dr. X:` and `at 3:00`
     are not. Signatures (`Electronically signed by Jane Doe`) need no colon. Common headers in capitals are also
-    recognised within a line, for reports that have lost their line breaks.
+    recognised within a line, for reports that have lost their line breaks: after a full stop or two blanks, and in a
+    report of one line after any blank.
     """
     sections: dict[str, str] = {}
     empty: dict[str, None] = {}
@@ -202,7 +204,9 @@ def section_name(header: str) -> str:
 def _blocks(text: str) -> Iterable[tuple[bool, list[str]]]:
     """Yield (is an addendum, lines), split at rules and at the titles FINAL REPORT and FINAL ADDENDUM."""
     is_addendum, lines = False, list[str]()
-    for line in _HEADER_IN_LINE.sub(r"\1\n\2", text.replace("\ufeff", "")).splitlines():
+    text = text.replace("\ufeff", "").strip()
+    within = _HEADER_IN_LINE if "\n" in text else _HEADER_IN_ONLY_LINE
+    for line in within.sub(r"\1\n\2", text).splitlines():
         title = _TITLE.fullmatch(line)
         if title is None and not _RULE.fullmatch(line):
             lines.append(line)

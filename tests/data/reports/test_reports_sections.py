@@ -280,6 +280,18 @@ def test_section_texts_are_never_empty_or_wrapped(lines):
     assert not set(report.empty_sections) & set(report.sections)
 
 
+def test_a_report_of_one_line_is_divided_at_its_headers():
+    line = "EXAM: CHEST PA AND LATERAL INDICATION: cough FINDINGS: Clear lungs IMPRESSION: No acute disease"
+    assert parse_report(line).sections == {
+        "examination": "CHEST PA AND LATERAL",
+        "indication": "cough",
+        "findings": "Clear lungs",
+        "impression": "No acute disease",
+    }
+    kept = parse_report("FINDINGS: Clear lungs as in the IMPRESSION: of before.\nIMPRESSION: Normal.")
+    assert kept.findings == "Clear lungs as in the IMPRESSION: of before."
+
+
 def test_hostile_texts_parse_in_linear_time():
     for text in (" " * 200_000, "_" * 200_000, "A" * 200_000, "A:" * 50_000, "\n" * 50_000, ". " * 50_000):
         parse_report(text)
