@@ -12,7 +12,7 @@ from medvl.eval.html.header import header_facts, headline
 from medvl.eval.html.page import Card, Cards, Deck, Page, write_page
 from medvl.eval.html.tables import Cell, Table, metric_cell
 from medvl.eval.report_generation.clinical_f1 import METRICS
-from medvl.eval.report_generation.evaluate import ONE_REPORT, GeneratedReport, ReportResult
+from medvl.eval.report_generation.evaluate import AGAINST_LABELS, ONE_REPORT, GeneratedReport, ReportResult
 from medvl.eval.report_generation.nlg_metrics import REPORT
 from medvl.schema import FINDINGS
 
@@ -169,4 +169,4 @@ def _found(text: str) -> frozenset[str]:
 
 
 def _name(subgroup: str) -> str:
-    return subgroup or "generated"
+    return f"generated, {AGAINST_LABELS}" if subgroup == AGAINST_LABELS else subgroup or "generated"
