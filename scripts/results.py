@@ -3,7 +3,7 @@
     python scripts/results.py            # print the tables whose results exist
     python scripts/results.py --write    # replace them in RESULTS.md; a table without results keeps what it has
     python scripts/results.py --benchmark quickstart/benchmark --write    # those of `medvl benchmark --out`
-    python scripts/results.py --write --commits 4deac0a 596b8e3    # results of other commits than the current one
+    python scripts/results.py --write --commits 4deac0a 596b8e3    # of results that do not say theirs
 
 Each table stands between two HTML comments in RESULTS.md, with the commit, the date and the machine of its results.
 """
@@ -14,7 +14,7 @@ import datetime
 import platform
 import re
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from medvl.errors import EvaluationError
@@ -164,33 +164,44 @@ def main() -> None:
     parser.add_argument("--write", action="store_true", help="replace the tables in RESULTS.md")
     parser.add_argument("--folder", type=Path, default=ROOT / "quickstart", help="folder of the results")
     parser.add_argument("--benchmark", type=Path, help="folder of `medvl benchmark`, whose tables are read instead")
-    parser.add_argument("--commits", nargs="+", default=[], help="commits that the results are from")
+    parser.add_argument("--commits", nargs="+", default=[], help="commits of results that do not say theirs")
     options = parser.parse_args()
     document = ROOT / "RESULTS.md"
     text = document.read_text(encoding="utf-8")
     tables = own_tables(options.folder) if options.benchmark is None else benchmark_tables(options.benchmark)
-    for name, lines in tables.items():
-        lines = f"{lines}\n\n{provenance(options.commits)}"
+    for name, (lines, commits) in tables.items():
+        lines = f"{lines}\n\n{provenance(commits or options.commits)}"
         print(f"{name}\n{lines}\n")
         text = replace(text, name, lines)
     if options.write:
         document.write_text(text, encoding="utf-8")
 
 
-def own_tables(folder: Path) -> dict[str, str]:
-    """Return the tables of `TABLES` that have results, by name."""
+def own_tables(folder: Path) -> dict[str, tuple[str, list[str]]]:
+    """Return the tables of `TABLES` that have results, and the commits of these, by name."""
     found = {table: read_columns(table, folder) for table in TABLES}
-    return {table.name: render(table, columns) for table, columns in found.items() if columns}
+    return {
+        table.name: (render(table, columns), commits_of(columns.values()))
+        for table, columns in found.items()
+        if columns
+    }
 
 
-def benchmark_tables(folder: Path) -> dict[str, str]:
-    """Return the tables of a benchmark's first page that RESULTS.md has, by name, without their captions."""
+def benchmark_tables(folder: Path) -> dict[str, tuple[str, list[str]]]:
+    """Return the tables of a benchmark's first page that RESULTS.md has, without their captions, and the commits of all
+    evaluations, by name."""
     paths = {
         name: folder / "index_files" / f"{name}.md" for name in ("all-systems", "dual-encoders", "fusion-encoders")
     }
     texts = {name: path.read_text(encoding="utf-8") for name, path in paths.items() if path.is_file()}
     plain = {name: re.sub(r"\\([_\[\]])", r"\1", text) for name, text in texts.items()}  # without escapes, for search
-    return {name: text.partition("\n\n")[2].strip() for name, text in plain.items()}
+    commits = commits_of(map(read_results, folder.rglob("results.json")))
+    return {name: (text.partition("\n\n")[2].strip(), commits) for name, text in plain.items()}
+
+
+def commits_of(results: Iterable[Results]) -> list[str]:
+    """Return the commits of evaluations, of those that say theirs."""
+    return sorted({one.packages["medvl"].partition("+")[2] for one in results} - {""})
 
 
 def read_columns(table: Table, folder: Path) -> dict[str, Results]:
@@ -219,7 +230,7 @@ def cell(results: Results, metric: str, target: str, subgroup: str = "") -> str:
 
 
 def provenance(commits: Sequence[str] = ()) -> str:
-    """Return the commits, by default the current one, the date and the processor that the results are from."""
+    """Return the commits of the evaluations, by default the current one, the date and the processor."""
     if not commits:
         command = ["git", "rev-parse", "--short", "HEAD"]
         commits = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()

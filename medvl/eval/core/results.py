@@ -6,11 +6,13 @@ same bytes.
 """
 
 import dataclasses
+import functools
 import hashlib
 import importlib.metadata
 import json
 import math
 import platform
+import subprocess
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -29,14 +31,34 @@ _PACKAGES = ("numpy", "open_clip_torch", "timm", "torch", "transformers")
 
 
 def package_versions() -> dict[str, str]:
-    """Return the versions of medvl, Python and the packages that affect the output of a model."""
+    """Return the versions of medvl, Python and the packages that affect the output of a model.
+
+    In a git checkout, medvl's ends with the commit: "0.1.0+94f9283", or "0.1.0+94f9283.changed" with other files.
+    """
     installed = {}
     for package in _PACKAGES:
         try:
             installed[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
             continue
-    return {"medvl": medvl.__version__, "python": platform.python_version(), **installed}
+    commit = _commit()
+    version = f"{medvl.__version__}+{commit}" if commit else medvl.__version__
+    return {"medvl": version, "python": platform.python_version(), **installed}
+
+
+@functools.cache
+def _commit() -> str | None:
+    """Return the commit of the checkout that medvl is imported from; None elsewhere, and where git does not answer."""
+    package = Path(medvl.__file__).parent
+    if not (package.parent / ".git").exists():  # not that of a project whose environment medvl is installed in
+        return None
+    git = ("git", "-C", str(package))
+    try:
+        head = subprocess.run([*git, "rev-parse", "--short=7", "HEAD"], capture_output=True, text=True, check=True)
+        changed = subprocess.run([*git, "diff", "--quiet", "HEAD", "--", "."], capture_output=True).returncode
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return f"{head.stdout.strip()}.changed" if changed else head.stdout.strip()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

@@ -4,16 +4,20 @@ import dataclasses
 import hashlib
 import json
 import math
+import shutil
+import subprocess
+from pathlib import Path
 
 import numpy as np
 import pytest
 from helpers.errors import raises
 
+import medvl
 from medvl.errors import EvaluationError
 from medvl.eval import MetricRow, format_table, read_results, write_results
 from medvl.eval.core.bootstrap import bootstrap_indices
 from medvl.eval.core.metric_rows import mean_metrics, measure, median_metric
-from medvl.eval.core.results import Results, checkpoint_sha256
+from medvl.eval.core.results import Results, checkpoint_sha256, package_versions
 
 ROWS = (
     MetricRow(metric="auroc", target="Edema", value=0.8734, low=0.8121, high=0.921, n=100, n_positive=20),
@@ -46,6 +50,18 @@ def test_results_round_trip(tmp_path):
         assert back.details["thresholds"] == {"Edema": 0.25, "Fracture": None}
         assert back.packages["medvl"]
         assert back.packages["torch"]
+
+
+def test_results_name_the_commit_of_a_checkout():
+    root = Path(medvl.__file__).parents[1]
+    if shutil.which("git") is None or not (root / ".git").exists():
+        assert package_versions()["medvl"] == medvl.__version__
+        return
+    head = subprocess.run(["git", "-C", root, "rev-parse", "HEAD"], capture_output=True, text=True, check=True).stdout
+    version, _, commit = package_versions()["medvl"].partition("+")
+    assert version == medvl.__version__
+    assert head.startswith(commit.removesuffix(".changed"))
+    assert len(commit) >= 7
 
 
 def test_results_file_is_strict_json(tmp_path):
