@@ -93,7 +93,7 @@ def change_classification(
         resamples, seed: number of the bootstrap resamples; seed of these and of the folds.
         checkpoint: the model's, whose hash is recorded.
 
-    Raises EvaluationError where no image has a label of change, images are missing, or folds are out of range.
+    Raises EvaluationError where labels of change or images are missing, a score is not finite, or folds do not fit.
     """
     prompts = prompts or load_change_prompts()
     use_prior = use_prior and isinstance(model, SupportsPriors)
@@ -191,7 +191,10 @@ def _encode(
             parts.append(score(_embed(model, kept, use_prior)).cpu())
             keys += kept.keys
             without_prior += 0 if kept.has_prior_B is None else int((~kept.has_prior_B).sum())
-    return torch.cat(parts), keys, without_prior, batches.unreadable
+    encoded_NK = torch.cat(parts)
+    if not encoded_NK.isfinite().all():
+        raise EvaluationError("the model's scores are not finite: check its weights", "nonfinite")
+    return encoded_NK, keys, without_prior, batches.unreadable
 
 
 def _embed(model: Model, batch: Batch, use_prior: bool) -> Embeddings:

@@ -132,6 +132,15 @@ def test_a_linear_probe_reads_the_vector_of_both_images(monkeypatch: pytest.Monk
             evaluate(Comparer(answers), inputs, folds=folds)
 
 
+def test_scores_that_are_not_finite_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Comparer(ANSWERS)
+    monkeypatch.setattr(
+        model, "embed_with_prior", lambda image_BCHW, *_: Embeddings(torch.full((len(image_BCHW), 3), torch.nan))
+    )
+    with raises(EvaluationError, "nonfinite"):
+        evaluate(model, Inputs(prior_image=True))
+
+
 def test_probes_score_patients_that_they_have_not_seen() -> None:
     generator = torch.Generator().manual_seed(0)
     patients = [f"p{number // 3}" for number in range(120)]

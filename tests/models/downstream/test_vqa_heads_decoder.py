@@ -177,7 +177,7 @@ def test_loss_is_the_weighted_cross_entropy_of_every_word(name: str, tokenizer: 
     for gradient, reference in zip(gradients, expected_gradients, strict=True):
         assert (gradient is None) == (reference is None)
         if gradient is not None:
-            torch.testing.assert_close(gradient, reference, rtol=1e-3, atol=1e-4 * float(reference.abs().max()) + 1e-5)
+            torch.testing.assert_close(gradient, reference, rtol=1e-3, atol=1e-4 * float(reference.abs().max()) + 5e-5)
 
 
 def test_batch_without_known_answers_has_zero_loss(tokenizer: Tokenizer) -> None:

@@ -265,7 +265,10 @@ def optimizer_state(run_dir: Path) -> dict[str, Tensor]:
 
 
 def assert_same_run(ours: Path, theirs: Path, near: float = 1e-4) -> None:
-    """The same curve, validations included, and the same checkpoint to rounding."""
+    """The same curve, validations included, and the same checkpoint to rounding.
+
+    Adam divides a gradient by its size, so that the rounding of single tiny ones moves weights by a share of the rate.
+    """
     for our, their in zip(fakes.records(ours), fakes.records(theirs), strict=True):
         assert our.pop("kind") == their.pop("kind")
         assert our == pytest.approx(their, rel=near)
@@ -273,7 +276,7 @@ def assert_same_run(ours: Path, theirs: Path, near: float = 1e-4) -> None:
         found, expected = files(ours), files(theirs)
         assert found.keys() == expected.keys()
         for name, tensor in expected.items():
-            assert torch.allclose(found[name], tensor, rtol=10 * near, atol=near / 10), name
+            assert torch.allclose(found[name], tensor, rtol=10 * near, atol=near), name
 
 
 def test_attention_of_a_sharded_text_encoder_is_that_of_the_whole(folder: Path) -> None:
