@@ -109,7 +109,9 @@ def text(
     folder, encoder = out or _default_folder(text), _open_encoder(text, random=text.random_weights)
     other = _open_encoder(text, random=True) if compare_random else None
     options, where = tuning.settings(resamples), resolve_device(device)
-    result = evaluate_text_tasks(encoder, data, names, options, other=other, device=where, report=print)
+    result = evaluate_text_tasks(
+        encoder, data, names, options, other=other, device=where, report=functools.partial(print, flush=True)
+    )
     page = functools.partial(write_text_page, result, examples=examples)
     publish_result(result, folder, page, encoder.name, str(data.name), everything=all)
 

@@ -136,7 +136,7 @@ def evaluate_text_tasks(
         other: a second encoder with the same settings and seeds, for rows of differences: the same encoder with random
             weights, say.
         device: where to train.
-        report: called with a line after each task.
+        report: called with a line after each fine-tuning and after each task.
 
     Raises:
         ConfigError: a task is unknown, or the encoder's vocabulary cannot encode it.
@@ -152,8 +152,8 @@ def evaluate_text_tasks(
     for name in tasks:
         task, splits = TASKS[name], _splits(root, TASKS[name], options)
         examples[name] = splits["test"]
-        runs[name] = _run(encoder, task, splits, options, torch.device(device))
-        second = None if other is None else _run(other, task, splits, options, torch.device(device))
+        runs[name] = _run(encoder, task, splits, options, torch.device(device), report)
+        second = None if other is None else _run(other, task, splits, options, torch.device(device), report)
         without[name] = baselines(task, splits["train"], splits["test"])
         rows += _rows(task, splits["test"], runs[name], second, without[name], options)
         report(f"{name}: {task.metric} {rows_value(rows, task):.3f}, {runs[name].settings}")
@@ -199,7 +199,12 @@ def _splits(root: Path | str, task: TextTask, options: TextTaskOptions) -> Split
 
 
 def _run(
-    encoder: EvaluatedEncoder, task: TextTask, splits: Splits, options: TextTaskOptions, device: torch.device
+    encoder: EvaluatedEncoder,
+    task: TextTask,
+    splits: Splits,
+    options: TextTaskOptions,
+    device: torch.device,
+    report: Callable[[str], None],
 ) -> TaskRun:
     tokenizer = encoder.tokenizer(min(task.max_tokens, encoder.max_tokens))
     tagging = task.kind in ("entities", "words")
@@ -221,7 +226,9 @@ def _run(
             autocast=options.autocast,
         )
         predicted = predict(model, encoded[split], autocast=options.autocast)
-        return predicted, summed_metric(task, _labels(splits[split]), predicted)
+        metric = summed_metric(task, _labels(splits[split]), predicted)
+        report(f"{task.name}, {encoder.name}, {settings}, seed {seed}: {task.metric} {metric():.3f} on {split}")
+        return predicted, metric
 
     settings, dev = _chosen(list(options.grid), lambda each: score(each, options.seed, "dev")[1]())
     scored = [score(settings, options.seed + number, "test") for number in range(options.seeds)]

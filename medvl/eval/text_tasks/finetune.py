@@ -35,6 +35,9 @@ class FinetuneSettings:
             if getattr(self, name) <= 0:
                 raise ConfigError(f"{name} must be positive, got {getattr(self, name)}", "out_of_range", field=name)
 
+    def __str__(self) -> str:
+        return f"lr {self.lr:g}, batch {self.batch}, {self.epochs} epochs"
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class FinetuneGrid:

@@ -280,6 +280,9 @@ def test_command_writes_results_and_a_page(
     cli.main(["eval", "text", "--data", str(data), "--out", str(out), *encoder, *chosen])
     printed = capsys.readouterr().out
     assert "bc5-chem: entity_f1" in printed
+    fits = [line for line in printed.splitlines() if line.startswith("bc5-chem, ")]
+    assert len(fits) == 2 * (2 + 2)  # both encoders: two rates on dev, two seeds on test
+    assert fits[0].startswith("bc5-chem, hf:bert, random weights, lr 0.001, batch ")
     results = read_results(out)
     assert results.details["gad"]["settings"]["lr"] in (1e-3, 3e-3)
     assert results.row("micro_f1", "gad: bag of words").value == 1.0
