@@ -84,8 +84,8 @@ def _sample(
         raise malformed(where, "img leads out of the folder of images", "img")
     if source == "openi":  # ids are the numbers of Open-i's reports
         patient = study = row["id"] if row["id"].startswith("CXR") else f"CXR{row['id']}"
-    elif row["id"] in known:
-        patient, study = known[row["id"]]
+    elif (name := row["id"].removeprefix("s")) in known:  # a study's id is that of its folder, such as s50414267
+        patient, study = known[name]
     else:
         patient = study = row["id"]
         warnings["patient_unknown"] += 1
