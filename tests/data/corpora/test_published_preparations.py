@@ -60,7 +60,7 @@ def test_medvill_openi(tmp_path: Path, deid: Deidentifier) -> None:
 
 
 def test_medvill_mimic_with_and_without_the_table_of_patients(tmp_path: Path, deid: Deidentifier) -> None:
-    rows = [line("50414267", split="valid"), line("02aa804e-bde0", split="valid"), line("59999999", split="valid")]
+    rows = [line(name, split="valid") for name in ("s50414267", "02aa804e-bde0", "s59999999")]
     root = write_lines(tmp_path / "mimic", Valid=rows)
     (tmp_path / "split.csv").write_text(
         "dicom_id,study_id,subject_id,split\n02aa804e-bde0,50414267,10000032,train\nx,5,6,test\n"
@@ -69,7 +69,7 @@ def test_medvill_mimic_with_and_without_the_table_of_patients(tmp_path: Path, de
     study, image, unknown = plan.iter_samples()
     assert study.patient == image.patient == deid.patient("10000032")
     assert study.study == image.study == deid.study("10000032", "50414267")
-    assert unknown.patient == deid.patient("59999999")
+    assert unknown.patient == deid.patient("s59999999")
     assert plan.warnings == {"patient_unknown": 1}
     assert medvill_jsonl.plan(root, deid, source="mimic").warnings == {"patient_unknown": 3}
     with raises(ConfigError, "conflict", "patients"):
@@ -110,11 +110,21 @@ def test_m3ae_figures_and_reports(tmp_path: Path, deid: Deidentifier) -> None:
     assert (figure.patient, figure.split) == (deid.patient(pdf), "train")
     assert (roco.patient, roco.split) == (deid.patient("PMC4083729"), "validate")
     assert other.patient == deid.patient("other/1.png")
-    assert report.sections == {"findings": "No effusion. Normal heart."}
+    assert report.sections == {"impression": "No effusion.", "findings": "Normal heart."}
     assert report.study == deid.study("10000032", "50414267")
     assert report.image is not None
     assert report.image.read_bytes() == png(2)
     assert plan.warnings == {"repeated_reference": 1, "no_article": 1}
+
+
+def test_the_caption_of_a_figure_of_roco_follows_its_references(tmp_path: Path, deid: Deidentifier) -> None:
+    """M3AE's preparation appends the captions of ROCO after the references of MedICaT."""
+    names = [f"data/roco/train/radiology/images/ROCO_0000{number}.jpg" for number in (2, 3)]
+    texts = ([REFERENCE, CAPTION], [CAPTION])
+    arrow(tmp_path / "roco_train.arrow", [(png(), text, name) for text, name in zip(texts, names, strict=True)])
+    first, second = m3ae_arrow.plan(tmp_path, deid, tmp_path / "unpacked").iter_samples()
+    assert first.sections == {"caption": CAPTION, "reference-1": REFERENCE}
+    assert second.sections == {"caption": CAPTION}
 
 
 def test_m3ae_refuses_other_files(tmp_path: Path, deid: Deidentifier) -> None:

@@ -28,6 +28,7 @@ _COLUMNS = ("image", "caption", "image_id")
 _MIMIC = re.compile(r"p(\d{8})/s(\d{8})/")
 _ARTICLE = re.compile(r"PMC\d+|(?<![0-9a-f])[0-9a-f]{40}(?![0-9a-f])")
 """Article of a path: ROCO's, or the hash of a PDF in MedICaT."""
+_ROCO = re.compile(r"ROCO_\d+")
 _BATCH_MEMORY = 1 << 30  # bytes that may be allocated for one batch of rows: compressed ones can unpack to any size
 
 
@@ -101,12 +102,7 @@ def _sample(
     if not path.is_file() or path.stat().st_size != len(image):
         write_atomic(path, image)
     patient, study, report = _group(name, warnings)
-    if report:
-        text = " ".join(" ".join(texts).split())
-        sections = {"findings": text} if text else {}
-        warnings["empty_report"] += not text
-    else:
-        sections = figure_sections(texts[0] if texts else None, texts[1:], warnings)
+    sections = _report_sections(texts, warnings) if report else _figure_sections(name, texts, warnings)
     return Sample(
         key=key,
         corpus=NAME,
@@ -116,6 +112,23 @@ def _sample(
         image=path,
         sections=sections,
     )
+
+
+def _report_sections(texts: list[str], warnings: Counter[str]) -> dict[str, str]:
+    """Return impression and findings of a report, in the order of the preparation, or its only text as findings."""
+    texts = [" ".join(text.split()) for text in texts]
+    if len(texts) == 2 and all(texts):
+        return {"impression": texts[0], "findings": texts[1]}
+    text = " ".join(filter(None, texts))
+    warnings["empty_report"] += not text
+    return {"findings": text} if text else {}
+
+
+def _figure_sections(name: str, texts: list[str], warnings: Counter[str]) -> dict[str, str]:
+    """Return the texts of a figure, whose caption is the last one in ROCO and the first one in MedICaT."""
+    if _ROCO.search(Path(name).name):
+        texts = [*texts[-1:], *texts[:-1]]
+    return figure_sections(texts[0] if texts else None, texts[1:], warnings)
 
 
 def _group(name: str, warnings: Counter[str]) -> tuple[str, str, bool]:
