@@ -111,7 +111,7 @@ def _folders(root: Path) -> list[_Folder]:
             part = root / name
             places = (part, part / "Text", root)
             lists = {} if split == "test" else {each: _id_table(each, places) for each in ("train", "validate")}
-            tables = _tables(split, *places) + (_tables("validate", *places) if lists else ())
+            tables = _tables("validate" if lists else split, *places)
             folders.append(_Folder(part / "Images", part / "Ground-truths", tables, lists, split))
         return folders
     names = ", ".join([*_FOLDERS.values(), *_SETS.values()])
@@ -119,8 +119,11 @@ def _folders(root: Path) -> list[_Folder]:
 
 
 def _tables(split: str, *places: Path) -> tuple[Path, ...]:
-    """Return the tables of a split's texts: `Train_text.xlsx`, `Train_Val_text.xlsx`, `Test_text_for_...`."""
-    words = {"train": ("train",), "validate": ("val", "train_val"), "test": ("test",)}[split]
+    """Return the tables of a split's texts: `Train_text.xlsx`, `Train_Val_text.xlsx`, `Test_text_for_...`.
+
+    Those of training may have the texts of validation too, as `Train_text_for_Covid19.xlsx` has.
+    """
+    words = {"train": ("train",), "validate": ("val", "train"), "test": ("test",)}[split]
     found: dict[Path, None] = {}
     for place in places:
         for path in sorted(place.iterdir()) if place.is_dir() else ():

@@ -64,6 +64,19 @@ def released(tmp_path: Path) -> Path:
     return tmp_path
 
 
+def test_a_table_of_training_has_the_texts_of_validation(tmp_path: Path) -> None:
+    """As `Train_text_for_Covid19.xlsx`, which LViT published next to the folders: 7,145 rows for 5,716 + 1,429 images."""
+    for split, name in (("Train", "covid_1"), ("Val", "covid_2"), ("Test", "covid_3")):
+        write_folder(tmp_path / f"{split}_Folder" / "img", tmp_path / f"{split}_Folder" / "labelcol", [name])
+    for table, names in (("Train", ["covid_1", "covid_2"]), ("Test", ["covid_3"])):
+        rows = [[f"mask_{name}.png", f"text of {name}"] for name in names]
+        write_table(tmp_path / f"{table}_text_for_Covid19.xlsx", ["Image", "Description"], rows)
+    plan = lvit_layout.plan(tmp_path, DEID, name="qata")
+    texts = {record.sample.split: record.sample.sections.get("description") for record in plan.records}
+    assert texts == {"train": "text of covid_1", "validate": "text of covid_2", "test": "text of covid_3"}
+    assert not plan.warnings["no_text"] + plan.warnings["second_text_ignored"]
+
+
 def test_masks_and_texts_of_lvits_layout(released: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
     plan = lvit_layout.plan(released, DEID, name="mosmed")
     assert plan.excluded == {"no_mask": 1}
