@@ -10,6 +10,7 @@ from torch import Tensor
 
 from medvl.errors import ConfigError, WeightsError
 from medvl.export.importers.import_checkpoint import match_checkpoint
+from medvl.export.importers.key_map import keep, to_medvl
 from medvl.export.importers.registry import NOT_IMPORTED, find_importer, list_importers, matching_importers
 
 SYSTEMS = {
@@ -110,6 +111,35 @@ def test_missing_piece_of_a_fused_matrix_is_named() -> None:
     del shapes[f"{block}.key.bias"]
     text = import_error(meta_tensors(shapes), "cxrclip")
     assert f"layers.2.blocks.1.attn.qkv.bias needs 3 pieces, got {block}.query.bias, {block}.value.bias" in text
+
+
+def test_pieces_that_cannot_be_one_matrix_are_refused() -> None:
+    """Pieces of unequal heights may have the right sum."""
+    table = [keep(f"{name}.weight", "qkv.weight", part=(index, 3)) for index, name in enumerate("qkv")]
+    for shapes in ([(4, 4), (2, 4), (6, 4)], [(4, 4), (4, 5), (4, 4)], [(), (), ()]):
+        tensors = {f"{name}.weight": torch.zeros(shape) for name, shape in zip("qkv", shapes, strict=True)}
+        mapped = to_medvl(tensors, table)
+        assert not mapped.tensors
+        assert f"qkv.weight needs 3 pieces of equal shape, got q.weight {shapes[0]}, k.weight" in mapped.problems[0]
+
+
+def test_entry_under_its_old_and_new_name_is_refused() -> None:
+    tensors = {f"LayerNorm.{name}": torch.zeros(2) for name in ("gamma", "weight", "bias")}
+    mapped = to_medvl(tensors, [keep("LayerNorm.*", "norm.*")])
+    assert mapped.problems == ["LayerNorm.weight is in the file twice, under an old name too"]
+
+
+def test_sizes_cannot_be_read_from_tensors_of_other_ranks() -> None:
+    resnet = {"res_features.0.weight": (64,), "res_features.4.0.conv1.weight": (64, 64, 1, 1)}
+    assert "shapes from which no model can be built" in import_error(meta_tensors(resnet), "medklip")
+    model = "img_encoder_q.model"
+    transformer = {f"{model}.cls_token": (1, 1, 768), f"{model}.pos_embed": (1, 197, 768)}
+    transformer |= {f"{model}.patch_embed.proj.weight": (768, 3, 16)}
+    assert "shapes from which no model can be built" in import_error(meta_tensors(transformer), "mgca")
+    flat = {**shapes_of("gloria_resnet50"), "gloria.img_encoder.local_embedder.weight": (768,)}
+    assert "gloria.img_encoder.local_embedder.weight is (768,), expected (768, 1024)" in import_error(
+        meta_tensors(flat), "gloria"
+    )
 
 
 def test_parallel_wrapper_and_old_layer_norm_names_are_normalized() -> None:

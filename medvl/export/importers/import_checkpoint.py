@@ -129,6 +129,9 @@ def match_checkpoint(
     except (WeightsError, KeyError) as error:  # the tensors that determine the sizes are missing
         problems = [*mapped.problems, f"missing {error}"]
         raise _mismatch(tensors, importer, source, problems) from None
+    except (ValueError, IndexError, ZeroDivisionError) as error:  # one of them has another number of axes
+        problems = [*mapped.problems, f"shapes from which no model can be built ({error})"]
+        raise _mismatch(tensors, importer, source, problems) from None
     state = model.state_dict()
     missing = [name for name in state if name not in mapped.tensors and not name.endswith("num_batches_tracked")]
     zeros = {zero.name: zero.why for zero in importer.zeros if zero.name in missing}

@@ -11,6 +11,7 @@ order. The first rule of a table that matches a key is used.
 import dataclasses
 import functools
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Literal
 
@@ -88,10 +89,12 @@ def to_medvl(tensors: Mapping[str, Tensor], table: Sequence[KeyRule]) -> MappedT
     The `module.` prefix of a parallel wrapper is removed, and `gamma` and `beta` of layer norms (old conversions from
     TensorFlow) become `weight` and `bias`.
     """
-    tensors = dict(zip(_normalized_keys(list(tensors)), tensors.values(), strict=True))
+    keys = _normalized_keys(list(tensors))
+    problems = [f"{key} is in the file twice, under an old name too" for key, n in Counter(keys).items() if n > 1]
+    tensors = dict(zip(keys, tensors.values(), strict=True))
     pieces: dict[str, dict[tuple[int, int], tuple[str, Tensor]]] = {}
     left_out: dict[str, str] = {}
-    unknown, problems = [], []
+    unknown = []
     for key, tensor in tensors.items():
         rule, stars = _first_match(key, table)
         if rule is None:
@@ -112,6 +115,9 @@ def to_medvl(tensors: Mapping[str, Tensor], table: Sequence[KeyRule]) -> MappedT
         expected = [(index, count) for index in range(count)]
         if sorted(group) != expected:
             problems.append(f"{name} needs {count} pieces, got {', '.join(key for key, _ in group.values())}")
+        elif not _can_be_joined([piece for _, piece in group.values()]):
+            shapes = ", ".join(f"{key} {tuple(piece.shape)}" for key, piece in group.values())
+            problems.append(f"{name} needs {count} pieces of equal shape, got {shapes}")
         else:
             joined[name] = _join([group[part][1] for part in expected])
     sources = {name: [key for key, _ in group.values()] for name, group in pieces.items()}
@@ -186,12 +192,16 @@ def _change(tensor: Tensor, change: Change) -> Tensor:
     if change == "transpose":
         return tensor.T
     if change == "conv to linear":  # a 1 x 1 convolution is a linear layer
-        return tensor.flatten(1)
+        return tensor.flatten(1) if tensor.ndim > 1 else tensor
     if change == "reverse":  # of two classes
         return tensor.flip(0)
     if change == "scalar" and tensor.numel() == 1:
         return tensor.reshape(())
     return tensor.flatten() if change == "flatten" else tensor
+
+
+def _can_be_joined(pieces: Sequence[Tensor]) -> bool:
+    return len(pieces) == 1 or (pieces[0].ndim > 0 and len({piece.shape for piece in pieces}) == 1)
 
 
 def _join(pieces: Sequence[Tensor]) -> Tensor:
