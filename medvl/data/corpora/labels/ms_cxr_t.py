@@ -50,7 +50,7 @@ def plan(root: Path, deid: Deidentifier, *, images: Path | None = None, follow_l
     suffix: str | None = None
     samples: dict[str, Sample] = {}
     excluded: Counter[str] = Counter()
-    for row in read_table(table, ("dicom_id", "previous_dicom_id", *map(_column, LABELS)), allowed):
+    for row in read_table(table, ("dicom_id", "previous_dicom_id", *map(column, LABELS)), allowed):
         change = _read_change(row, table)
         if not change:
             excluded["no_label"] += 1
@@ -66,16 +66,12 @@ def plan(root: Path, deid: Deidentifier, *, images: Path | None = None, follow_l
     return Plan(NAME, Records(map(Record, samples.values())), LABELS, excluded, folders=allowed)
 
 
-def _column(label: str) -> str:
-    return f"{label.lower().replace(' ', '_')}_progression"
-
-
 def _read_change(row: Mapping[str, str], table: Path) -> dict[str, str]:
     """Return the change of each labelled finding. Raises CorpusError for another value."""
-    change = {label: row[_column(label)].strip().lower() for label in LABELS if row[_column(label)].strip()}
+    change = {label: row[column(label)].strip().lower() for label in LABELS if row[column(label)].strip()}
     for label, value in change.items():
         if value not in CHANGES:
-            raise malformed(table, f"expected one of {', '.join(CHANGES)}, or nothing", _column(label))
+            raise malformed(table, f"expected one of {', '.join(CHANGES)}, or nothing", column(label))
     return change
 
 
