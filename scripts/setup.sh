@@ -30,6 +30,8 @@ os._exit(0)
 EOF
 }
 
+cores() { nproc 2>/dev/null || getconf _NPROCESSORS_ONLN; }
+
 has_gpu() { command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi >/dev/null 2>&1; }
 
 # Prints the number of ranks of a training run on this machine: one on a GPU, else one a core, because ranks wait for each
@@ -39,7 +41,7 @@ has_gpu() { command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi >/dev/null 2>&1;
 ranks() {
     local count=1 cores memory
     if ! has_gpu; then
-        cores="$(nproc 2>/dev/null || getconf _NPROCESSORS_ONLN)"
+        cores="$(cores)"
         memory="$(awk '/^MemAvailable/ { print int($2 / 2097152) }' /proc/meminfo 2>/dev/null)"
         while [ $((2 * count)) -le 4 ] && [ $((2 * count)) -le "$cores" ] && [ $((2 * count)) -le "${memory:-4}" ]; do
             count=$((2 * count))

@@ -8,6 +8,13 @@ setup "[dev]"
 export HF_HUB_OFFLINE=1 NO_ALBUMENTATIONS_UPDATE=1 TOKENIZERS_PARALLELISM=false OMP_NUM_THREADS=1
 .venv/bin/ruff check .
 .venv/bin/ruff format --check .
-.venv/bin/mypy
-# A file is one unit of work, in the order of tests/conftest.py: those with slow tests first.
-.venv/bin/python -m pytest --numprocesses "${MEDVL_TEST_PROCESSES:-auto}" --dist loadfile --no-loadscope-reorder "$@"
+# The type check runs beside the tests. A file of tests is one unit of work, in the order of tests/conftest.py: those with
+# slow tests first. One process more than cores, because some tests wait for processes of their own.
+.venv/bin/mypy &
+types=$!
+trap 'kill "$types" 2>/dev/null || true' EXIT
+tests=0
+.venv/bin/python -m pytest --numprocesses "${MEDVL_TEST_PROCESSES:-$(($(cores) + 1))}" --dist loadfile --no-loadscope-reorder "$@" ||
+    tests=$?
+wait "$types"
+exit "$tests"

@@ -1,4 +1,4 @@
-"""The losses of every pretraining recipe's first fifty steps, compared with those that were seen before.
+"""The losses of every pretraining recipe's first five to fifty steps, compared with those that were seen before.
 
 A change of these curves is a change of what a recipe trains. Where it is meant, write them anew, look at the difference
 and commit it:
@@ -33,24 +33,12 @@ from medvl.train.parallel.model import DDPModel
 
 ROOT = Path(__file__).parent.parent
 GOLDEN = Path(__file__).parent / "golden_curves.json"
-RECIPES = (
-    "convirt_mimic",
-    "gloria_chexpert",
-    "chexzero_mimic",
-    "siglip_mimic",
-    "medclip_mimic",
-    "mgca_mimic",
-    "m3ae_roco_medicat",
-    "medvill_mimic",
-    "mutual_info_mimic",
-    "lovt_mimic",
-    "bfspr_mimic",
-    "umrl_mimic",
-    "biovil_mimic",
-    "biovil_t_mimic",
-    "pixelbert_mimic",
-    "visualbert_mimic",
+RECIPES = ("convirt_mimic", "gloria_chexpert", "chexzero_mimic", "m3ae_roco_medicat", "medvill_mimic")
+TWENTY = (
+    *("siglip_mimic", "medclip_mimic", "mgca_mimic", "mutual_info_mimic", "lovt_mimic", "bfspr_mimic", "umrl_mimic"),
+    *("biovil_mimic", "biovil_t_mimic", "pixelbert_mimic", "visualbert_mimic"),
 )
+"""Recipes whose first twenty losses are enough: their objectives are their own, their step is that of the others."""
 STATEMENTS = (
     "radzero_mimic",
     "carzero_mimic",
@@ -69,6 +57,7 @@ SHORT = (*FUSION, *STATEMENTS)
 """Recipes whose first five losses are enough: they are built of parts that the others have as well."""
 BATCHES, PAIRS = 4, 4
 SHOWN = (1, 10, 20, 30, 40, 50)
+SHOWN_TWENTY = (1, 10, 20)
 SHOWN_SHORT = (1, 5)
 FINDINGS = ("effusion", "consolidation", "edema", "pneumothorax")
 SIDES = ("left", "right", "bilateral", "small")
@@ -147,7 +136,7 @@ def curves(recipe: str, precision: Literal["fp32", "bf16"] = "fp32") -> dict[str
     options: dict[str, Any] = {"seed": 0, "clip_norm": 1.0, "channels_last": False}
     step = Step(DDPModel(model, world), optimizer, Precision(precision, world.device), **options)
     found: dict[str, list[float]] = {}
-    shown = SHOWN_SHORT if recipe in SHORT else SHOWN
+    shown = SHOWN_SHORT if recipe in SHORT else SHOWN_TWENTY if recipe in TWENTY else SHOWN
     has_image_B, has_text_B = UNPAIRED.get(recipe, (None, None))
     for number, whole in enumerate(batches(config, tokenizer, model.inputs.labels, shown[-1]), start=1):
         batch = dataclasses.replace(whole, has_image_B=has_image_B, has_text_B=has_text_B)
@@ -159,8 +148,8 @@ def curves(recipe: str, precision: Literal["fp32", "bf16"] = "fp32") -> dict[str
 
 
 @pytest.mark.fault("N9")
-@pytest.mark.parametrize("recipe", [*RECIPES, *SHORT])
-def test_the_first_fifty_losses_are_those_of_before(recipe: str) -> None:
+@pytest.mark.parametrize("recipe", [*RECIPES, *TWENTY, *SHORT])
+def test_the_first_losses_are_those_of_before(recipe: str) -> None:
     """To 0.03: other processors round differently, and fifty steps make more of it."""
     found = curves(recipe)
     known = json.loads(GOLDEN.read_text()) if GOLDEN.is_file() else {}

@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from helpers import forked
 from helpers.forked_recipes import run_recipe
 from helpers.spine_corpus import RECIPE
 
@@ -43,7 +44,7 @@ def test_commands_in_the_advice_exist(tmp_path: Path) -> None:
     advice = [line.split() for line in recipe(tmp_path).stderr.splitlines() if line.startswith("    ")]
     shards, train, phantom, train_tiny = advice
     for command in (shards, phantom):
-        done = subprocess.run([sys.executable, "-m", "medvl", *command[1:3], "--help"], capture_output=True, text=True)
+        done = forked.run([sys.executable, "-m", "medvl", *command[1:3], "--help"])
         assert done.returncode == 0
         assert all(word in done.stdout for word in command if word.startswith("--"))
     assert train[1:] == ["train", RECIPE.stem]

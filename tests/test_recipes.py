@@ -7,10 +7,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from helpers.errors import raises
 from helpers.forked_recipes import run_recipe
 
 import medvl.train
 import medvl.train.run
+from medvl.errors import ConfigError
 
 RECIPES = sorted((Path(__file__).parents[1] / "recipes").glob("*.py"))
 
@@ -42,11 +44,8 @@ def test_torchrun_does_not_take_options_of_a_recipe_for_its_own(recipe: Path) ->
     assert not [(field, option) for field in fields for option in own if option.startswith(field)]
 
 
-@pytest.mark.parametrize("preset", [[], ["tiny"]], ids=["paper", "tiny"])
-def test_missing_data_is_reported_with_the_commands_that_create_it(
-    recipe: Path, preset: list[str], tmp_path: Path
-) -> None:
-    ended = run_recipe(recipe, *preset, folder=tmp_path)
+def test_missing_data_is_reported_with_the_commands_that_create_it(recipe: Path, tmp_path: Path) -> None:
+    ended = run_recipe(recipe, "tiny", folder=tmp_path)
     assert ended.returncode == 1
     assert ended.stdout.splitlines()[-1] == "imported:"  # the configs are in the systems' files, which need torch
     assert ended.stderr.startswith("error: not found: data.train ")
@@ -54,6 +53,16 @@ def test_missing_data_is_reported_with_the_commands_that_create_it(
     assert "medvl phantom " in ended.stderr
     assert "scripts/" not in ended.stderr, "an installed wheel has no scripts"
     assert "Traceback" not in ended.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_paper_without_data_is_reported_before_anything_is_made(
+    recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = runpy.run_path(str(recipe))
+    monkeypatch.chdir(tmp_path)
+    with raises(ConfigError, "not_found", names="medvl shards "):
+        names["prepare"](names["paper"]).train()
     assert list(tmp_path.iterdir()) == []
 
 

@@ -5,8 +5,10 @@ Run as a program this file is that process: it reads a request a line, `[[script
 
 import atexit
 import functools
+import gc
 import importlib
 import json
+import multiprocessing
 import os
 import runpy
 import subprocess
@@ -18,6 +20,8 @@ from typing import Any
 HEAVY = ("transformers", "timm", "albumentations", "pydicom", "webdataset")
 """Libraries that no recipe may import before its data was found."""
 LIGHT = ("tyro", "medvl.train.tasks.pretraining", "medvl.train.recipe_cli", "medvl.models.dual_encoders.convirt")
+
+_FORK = multiprocessing.get_context("fork")  # its processes end at once, without cleaning up for half a second
 
 
 def run_recipe(script: Path, *arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:
@@ -42,6 +46,7 @@ def serve() -> None:
     for name in LIGHT:
         importlib.import_module(name)
     assert not _heavy()
+    gc.freeze()
     for line in sys.stdin:
         words, folder = json.loads(line)
         sys.stdout.write(json.dumps(_answer(words, folder)) + "\n")
@@ -50,21 +55,23 @@ def serve() -> None:
 
 def _answer(words: list[str], folder: str) -> dict[str, Any]:
     with tempfile.TemporaryFile("w+") as stdout, tempfile.TemporaryFile("w+") as stderr:
-        child = os.fork()
-        if not child:
-            for number, file in enumerate((stdout, stderr), start=1):
-                os.dup2(file.fileno(), number)
-            os.chdir(folder)
-            sys.argv[:] = words
-            try:
-                runpy.run_path(words[0], run_name="__main__")
-            finally:
-                sys.stdout.write(" ".join(["imported:", *_heavy()]) + "\n")
-            sys.exit()
-        status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        child = _FORK.Process(target=_become, args=(words, folder, stdout.fileno(), stderr.fileno()))
+        child.start()
+        child.join()
         stdout.seek(0)
         stderr.seek(0)
-        return {"returncode": status, "stdout": stdout.read(), "stderr": stderr.read()}
+        return {"returncode": child.exitcode, "stdout": stdout.read(), "stderr": stderr.read()}
+
+
+def _become(words: list[str], folder: str, stdout: int, stderr: int) -> None:
+    os.dup2(stdout, 1)
+    os.dup2(stderr, 2)
+    os.chdir(folder)
+    sys.argv[:] = words
+    try:
+        runpy.run_path(words[0], run_name="__main__")
+    finally:
+        sys.stdout.write(" ".join(["imported:", *_heavy()]) + "\n")
 
 
 def _heavy() -> list[str]:
