@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from helpers import forked
 
 ROOT = Path(__file__).parent.parent
 SOURCES = sorted((ROOT / "medvl").rglob("*.py"))
@@ -415,4 +416,4 @@ def test_every_public_name_can_be_imported() -> None:
         "        getattr(module, public)\n"
         "print('ok')"
     )
-    assert run_python(code) == "ok"
+    assert forked.run([sys.executable, "-c", code]).stdout == "ok\n"

@@ -2,7 +2,6 @@
 
 import dataclasses
 import shutil
-import subprocess
 import sys
 from collections import Counter
 from collections.abc import Callable
@@ -10,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from helpers import forked
 from helpers.errors import raises
 from helpers.mimic_files import textured
 
@@ -270,6 +270,5 @@ def test_shards_and_merge_commands(tmp_path: Path, capsys: pytest.CaptureFixture
     assert capsys.readouterr().out.count("intact") == 3
     cli.main([*shared, "--out", str(tmp_path / "whole")])
     assert contents(tmp_path / "out") == contents(tmp_path / "whole")
-    ended = subprocess.run([sys.executable, "-m", "medvl", "merge", str(tmp_path / "x"), folders[0]],
-                           capture_output=True, text=True)  # fmt: skip
+    ended = forked.run([sys.executable, "-m", "medvl", "merge", str(tmp_path / "x"), folders[0]])
     assert (ended.returncode, ended.stderr) == (1, "medvl: missing parts: 2/2\n")
