@@ -1,4 +1,4 @@
-"""Precision of losses, which compute in float32, and checks of their arguments."""
+"""Precision of losses, which compute in float32, their means, and checks of their arguments."""
 
 import torch
 from torch import Tensor
@@ -14,6 +14,14 @@ def product_dtype(tensor: Tensor) -> torch.dtype:
     if tensor.is_cuda and torch.is_autocast_enabled("cuda"):
         return torch.get_autocast_dtype("cuda")
     return torch.float32
+
+
+def mean_of(total: Tensor, count: Tensor) -> Tensor:
+    """Return the mean of `count` elements from their sum; 0 with a zero gradient where there is none.
+
+    The count may be a mean over micro-batches, and so below 1.
+    """
+    return total / torch.where(count > 0, count, 1)
 
 
 def shapes(*tensors: Tensor) -> str:

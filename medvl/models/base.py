@@ -15,6 +15,7 @@ from medvl.data.transforms.image import EvalTransform
 from medvl.encoders import ImageEncoder, TextEncoder, create_image_encoder, create_text_encoder
 from medvl.encoders.pretrained import Pretrained
 from medvl.errors import ConfigError, WeightsError
+from medvl.losses.precision import mean_of
 from medvl.schema import Batch, Inputs, Losses
 
 
@@ -194,11 +195,10 @@ def mean_count(batch: Batch) -> Tensor | None:
     return None if batch.mean_counts_K is None else batch.mean_counts_K[0]
 
 
-def divisor_of(batch: Batch, count: Tensor) -> Tensor:
-    """Return the divisor of a summed loss: the mean count, or outside of the training step `count`; 1 in place of 0."""
+def update_mean(batch: Batch, total: Tensor, count: Tensor) -> Tensor:
+    """Return a summed loss divided by the mean count of the update; outside of the training step by `count`."""
     mean = mean_count(batch)
-    divisor = count if mean is None else mean
-    return torch.where(divisor > 0, divisor, 1)
+    return mean_of(total, count if mean is None else mean)
 
 
 def complete_rows(batch: Batch) -> Tensor:

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from medvl.losses.precision import check_share, full_precision, shapes
+from medvl.losses.precision import check_share, full_precision, mean_of, shapes
 
 IGNORED = -100
 """Label of a position that is not masked; torch's cross-entropy ignores it by default."""
@@ -83,7 +83,7 @@ def symmetric_kl(logits_NV: Tensor, other_NV: Tensor, count: Tensor | None = Non
         log_p_NV, log_q_NV = logits_NV.float().log_softmax(dim=-1), other_NV.float().log_softmax(dim=-1)
         total = F.kl_div(log_q_NV, log_p_NV.detach(), log_target=True, reduction="sum")
         total = total + F.kl_div(log_p_NV, log_q_NV.detach(), log_target=True, reduction="sum")
-        return total / (max(len(logits_NV), 1) if count is None else count.clamp(min=1))
+        return total / max(len(logits_NV), 1) if count is None else mean_of(total, count)
 
 
 def masked_positions(labels_BT: Tensor) -> Tensor:
@@ -94,7 +94,7 @@ def masked_positions(labels_BT: Tensor) -> Tensor:
 def _hard(logits_NV: Tensor, labels_N: Tensor, count: Tensor | None = None) -> Tensor:
     with full_precision(logits_NV):
         total = F.cross_entropy(logits_NV.float(), labels_N, reduction="sum")
-        return total / (max(len(labels_N), 1) if count is None else count.clamp(min=1))
+        return total / max(len(labels_N), 1) if count is None else mean_of(total, count)
 
 
 def _masked_only(logits_BTV: Tensor, labels_BT: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,10 +1,9 @@
 """Classification of findings: several labels per image, some of them unknown. B images, L labels."""
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from medvl.losses.precision import full_precision, shapes
+from medvl.losses.precision import full_precision, mean_of, shapes
 
 
 def multilabel_bce(logits_BL: Tensor, target_BL: Tensor, count: Tensor | None = None) -> Tensor:
@@ -26,5 +25,4 @@ def multilabel_bce(logits_BL: Tensor, target_BL: Tensor, count: Tensor | None = 
         loss_BL = F.binary_cross_entropy_with_logits(
             logits_BL.float(), target_BL.nan_to_num(0.0).float(), reduction="none"
         )
-        divisor = known_BL.sum() if count is None else count
-        return loss_BL.masked_fill(~known_BL, 0.0).sum() / torch.where(divisor > 0, divisor, 1)
+        return mean_of(loss_BL.masked_fill(~known_BL, 0.0).sum(), known_BL.sum() if count is None else count)

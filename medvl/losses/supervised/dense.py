@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from medvl.losses.gather import gather
-from medvl.losses.precision import full_precision, shapes
+from medvl.losses.precision import full_precision, mean_of, shapes
 
 _SMOOTH, _TINY = 1e-5, 1e-12
 """Smoothing of Dice and smallest divisor in `lvit`."""
@@ -46,10 +46,9 @@ def detection(
 
     with full_precision(logits_BPL):
         cells = inner_BP.sum() if count is None else count
-        divisor = torch.where(cells > 0, cells, 1)
         focal = sigmoid_focal_loss(logits_BPL.float(), label_BPL.float(), alpha=alpha, gamma=gamma, reduction="sum")
         apart = generalized_box_iou_loss(box_BP4[inner_BP].float(), true_BP4[inner_BP].float(), reduction="sum")
-        return focal / divisor, apart / divisor
+        return mean_of(focal, cells), mean_of(apart, cells)
 
 
 def bce_dice(logits_BLhw: Tensor, share_BLhw: Tensor, *, smoothing: float = 1.0) -> tuple[Tensor, Tensor]:

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from medvl import losses
-from medvl.models.base import divisor_of, mean_count
+from medvl.models.base import mean_count, update_mean
 from medvl.models.bert_init import LAYER_NORM_EPS, init_weights
 from medvl.models.config_checks import check_choice, check_labels
 from medvl.models.downstream.classifier import LabelModel
@@ -113,7 +113,7 @@ class FusedClassifier(FusionTask, LabelModel):
             positive_BL = batch.labels_BL == 1
             target_B = positive_BL.int().argmax(dim=1).masked_fill(positive_BL.sum(dim=1) != 1, -100)
             total = F.cross_entropy(logits_BL.float(), target_B, reduction="sum")
-            loss = total / divisor_of(batch, (target_B >= 0).sum())
+            loss = update_mean(batch, total, (target_B >= 0).sum())
         return Losses.sum(labels=loss)
 
     def loss_counts(self, batch: Batch) -> Tensor:

@@ -19,6 +19,7 @@ from medvl.data.transforms.text_sequences import PairTask, TextBatch, TextSequen
 from medvl.encoders import TextEncoder, create_text_encoder
 from medvl.errors import ConfigError
 from medvl.losses.masked.mlm import IGNORED, masked_positions
+from medvl.losses.precision import mean_of
 from medvl.models.base import EncoderArguments, Parts, System, SystemConfig
 from medvl.models.bert_init import init_weights
 from medvl.models.config_checks import check_choice, check_within
@@ -250,7 +251,7 @@ class LanguageModel(System):
 
 def _pair_loss(logits_B2: Tensor, pair_B: Tensor, count: Tensor | None) -> Tensor:
     total = F.cross_entropy(logits_B2.float(), pair_B, ignore_index=IGNORED, reduction="sum")
-    return total / ((pair_B != IGNORED).sum() if count is None else count).clamp(min=1)
+    return mean_of(total, (pair_B != IGNORED).sum() if count is None else count)
 
 
 def check_text_batch(batch: Batch) -> TextBatch:

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from medvl.errors import ConfigError
-from medvl.models.base import System, complete_rows, divisor_of
+from medvl.models.base import System, complete_rows, update_mean
 from medvl.models.fusion_encoders.parts.encoder import Tokens
 from medvl.models.text_decoding import Decoding, Generated, NextToken, search
 from medvl.schema import Batch, Losses
@@ -58,7 +58,7 @@ class ReportGenerator(System):
         total = F.cross_entropy(
             scores_BTV.flatten(0, 1).float(), target_BT.flatten(), ignore_index=IGNORED, reduction="sum"
         )
-        return Losses.sum(words=total / divisor_of(batch, (target_BT != IGNORED).sum()))
+        return Losses.sum(words=update_mean(batch, total, (target_BT != IGNORED).sum()))
 
     def loss_counts(self, batch: Batch) -> Tensor:
         """Return (1,) float32: how many words the loss of a batch is a sum over."""

@@ -95,6 +95,18 @@ def test_sums_by_text_add_up_to_the_mean_over_positions() -> None:
         losses.mlm_by_text(logits_NV, labels_N, text_N[:2], 4)
 
 
+def test_a_mean_count_below_one_divides_as_it_is() -> None:
+    """Where only one of three micro-batches has a masked word, the mean of the three losses is that word's loss."""
+    logits_NV, labels_N = torch.randn(1, 7), torch.tensor([3])
+    share = torch.tensor(1 / 3)
+    nothing = losses.mlm(logits_NV[:0], labels_N[:0], share)
+    mean = torch.stack([losses.mlm(logits_NV, labels_N, share), nothing, nothing]).mean()
+    torch.testing.assert_close(mean, losses.mlm(logits_NV, labels_N))
+    other_NV = torch.randn(1, 7)
+    apart = losses.symmetric_kl(logits_NV, other_NV)
+    torch.testing.assert_close(losses.symmetric_kl(logits_NV, other_NV, share), 3 * apart)
+
+
 @pytest.mark.parametrize("alpha", [0.0, 0.4, 1.0])
 def test_mlm_distilled_equals_the_paper(alpha: float) -> None:
     logits_BTV, labels_BT = example()
