@@ -1,7 +1,7 @@
-"""Limit of the memory that the configuration of a checkpoint can allocate, from the size of its weights."""
+"""Limit of the memory that building a model can allocate, from the size of the weights that it is built for."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,31 +10,28 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from medvl.errors import CheckpointError
+from medvl.errors import MedvlError
 
 _FACTOR, _SLACK = 4, 2**26
-"""Limit of the elements that building a model may allocate: a multiple of those in the files, plus a constant for
+"""Limit of the elements that building a model may allocate: a multiple of those of the weights, plus a constant for
 buffers that are not saved."""
 
 
 class AllocationLimit(TorchDispatchMode):
-    """Context in which new tensors may have a few times the elements of safetensors files, all together.
+    """Context in which new tensors may have a few times a number of elements, all together.
 
-    The shapes in a configuration are not checked before its model is built. So that a damaged or foreign configuration
-    cannot exhaust the memory, each new tensor is measured on the meta device before it is allocated.
+    The sizes in a configuration, or in the names of a file's tensors, are not checked before the model is built. So
+    that damaged or foreign ones cannot exhaust the memory, each new tensor is measured on the meta device before it is
+    allocated.
 
-    Raises CheckpointError ("mismatch") within the context, and what `safetensors.safe_open` raises where the file is
-    damaged.
+    Args:
+        elements: of the weights.
+        error: raised within the context where the limit is exceeded.
     """
 
-    def __init__(self, files: Sequence[Path]) -> None:
+    def __init__(self, elements: int, error: MedvlError) -> None:
         super().__init__()
-        elements = 0
-        for path in files:
-            with safetensors.safe_open(path, framework="pt") as file:
-                names = file.keys()
-                elements += sum(math.prod(file.get_slice(name).get_shape()) for name in names)
-        self._weights, self._left = files[0], _FACTOR * elements + _SLACK
+        self._left, self._error = _FACTOR * elements + _SLACK, error
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -52,5 +49,14 @@ class AllocationLimit(TorchDispatchMode):
         except RuntimeError:  # more bytes than 64 bits can count
             self._left = -1
         if self._left < 0:
-            message = f"{self._weights} does not fit the configuration beside it, whose model has far more parameters"
-            raise CheckpointError(message, "mismatch")
+            raise self._error
+
+
+def elements_of(files: Iterable[Path]) -> int:
+    """Return the number of elements in safetensors files. Raises what `safetensors.safe_open` does for damaged ones."""
+    elements = 0
+    for path in files:
+        with safetensors.safe_open(path, framework="pt") as file:
+            names = file.keys()
+            elements += sum(math.prod(file.get_slice(name).get_shape()) for name in names)
+    return elements

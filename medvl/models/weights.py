@@ -21,14 +21,17 @@ from medvl.common import folders
 from medvl.common.files import MARKER, check_marker
 from medvl.common.untrusted import parse_json
 from medvl.errors import CheckpointError
-from medvl.models.allocation import AllocationLimit
+from medvl.models.allocation import AllocationLimit, elements_of
 from medvl.models.locate import MODEL_FILES, TRAIN_STATE, WEIGHT_PARTS, WEIGHTS, find_checkpoint, weight_files
 
 
 def limited_allocation(folder: Path) -> AllocationLimit:
     """Return a context for building the model of a checkpoint's configuration. Raises CheckpointError."""
     with _weights_errors(folder):
-        return AllocationLimit(weight_files(folder))
+        files = weight_files(folder)
+        elements = elements_of(files)
+    message = f"{files[0]} does not fit the configuration beside it, whose model has far more parameters"
+    return AllocationLimit(elements, CheckpointError(message, "mismatch"))
 
 
 def read_weights(folder: Path) -> dict[str, Tensor]:

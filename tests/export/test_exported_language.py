@@ -128,3 +128,12 @@ def test_the_knowledge_encoder_is_exported_with_its_head(tmp_path: Path) -> None
     states_BTD = found["text_encoder"](input_ids=ids_BT, attention_mask=MASK.long()).last_hidden_state
     vectors_BE = torch.nn.functional.normalize(found["head"](states_BTD[:, 0]), dim=-1)
     torch.testing.assert_close(vectors_BE, model.encode_text(ids_BT, MASK))
+
+
+def test_a_file_of_few_weights_builds_no_large_model(tmp_path: Path) -> None:
+    """A size that an empty tensor claims is refused before the memory is allocated."""
+    state = published("bert_mlm").state_dict()
+    state["bert.encoder.layer.0.intermediate.dense.weight"] = torch.zeros(1 << 26, 0)
+    torch.save(state, tmp_path / "bert.bin")
+    with raises(WeightsError, "mismatch", names="far more weights than it has"):
+        import_checkpoint("bert_mlm", tmp_path / "bert.bin")

@@ -22,6 +22,7 @@ from medvl.export.importers.key_map import MappedTensors, to_medvl
 from medvl.export.importers.registry import find_importer, matching_importers
 from medvl.export.importers.torch_reader import read_checkpoint
 from medvl.models import checkpoint, create_model
+from medvl.models.allocation import AllocationLimit
 from medvl.models.base import System
 from medvl.models.weights import limited_allocation
 
@@ -124,10 +125,13 @@ def match_checkpoint(
         ConfigError, WeightsError: as `import_checkpoint`.
     """
     mapped = to_medvl(tensors, importer.table)
+    elements = sum(tensor.numel() for tensor in tensors.values())
+    limit = AllocationLimit(elements, WeightsError("its sizes need far more weights than it has", "mismatch"))
     try:
-        model = _build(importer, mapped, tokenizer)
-    except (WeightsError, KeyError) as error:  # the tensors that determine the sizes are missing
-        problems = [*mapped.problems, f"missing {error}"]
+        with limit:
+            model = _build(importer, mapped, tokenizer)
+    except (WeightsError, KeyError) as error:  # the tensors that determine the sizes are missing, or claim too much
+        problems = [*mapped.problems, f"missing {error}" if isinstance(error, KeyError) else str(error)]
         raise _mismatch(tensors, importer, source, problems) from None
     except (ValueError, IndexError, ZeroDivisionError) as error:  # one of them has another number of axes
         problems = [*mapped.problems, f"shapes from which no model can be built ({error})"]
