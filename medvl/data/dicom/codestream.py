@@ -5,12 +5,18 @@ claims. JPEG: ISO 10918-1, annex B; JPEG-LS: ISO 14495-1, annex C; JPEG 2000: IS
 PS3.5, annex G.
 """
 
+import re
 import struct
 from collections.abc import Iterator
 from typing import NamedTuple
 
 from medvl.errors import DicomError
 
+MAX_JPEG_SCANS = 64
+"""Limit of passes over a JPEG; libjpeg writes ten of a progressive one. A file of 2 MB can ask for 20,000."""
+
+_MAX_JPEG_SEGMENTS = 10_000
+_JPEG_MARKER = re.compile(rb"\xff[\x01-\xcf\xd8-\xfe]")  # in compressed data, 0xFF is followed by 0x00 or a restart
 _BASELINE, _EXTENDED, _LOSSLESS, _JPEG_LS = 0xC0, 0xC1, 0xC3, 0xF7
 _FRAME_STARTS = (*range(0xC0, 0xC4), *range(0xC5, 0xC8), *range(0xC9, 0xCC), *range(0xCD, 0xD0), _JPEG_LS)
 _START_OF_SCAN, _COMMENT, _APPLICATION = 0xDA, 0xFE, range(0xE0, 0xF0)
@@ -52,6 +58,21 @@ def read_jpeg_header(frame: bytes) -> Codestream:
             name, least = _COLOR_MARKS[marker]
             states_color |= frame[start + 4 : start + 9] == name and end - start >= least
     raise DicomError("the JPEG in the pixel data has no frame header", "malformed")
+
+
+def excess_of_scans(data: bytes) -> str:
+    """Return why a JPEG takes too long to decode, or an empty string: a dozen bytes ask for a pass over all pixels."""
+    offset, scans = 2, 0
+    for _ in range(_MAX_JPEG_SEGMENTS):
+        match = _JPEG_MARKER.search(data, offset)
+        if match is None or match[0] == b"\xff\xd9":
+            return ""
+        scans += match[0] == b"\xff\xda"
+        if scans > MAX_JPEG_SCANS:
+            return f"the JPEG has more than {MAX_JPEG_SCANS} scans"
+        length = 0 if match[0] in (b"\xff\x01", b"\xff\xd8") else int.from_bytes(data[match.end() : match.end() + 2])
+        offset = match.end() + length
+    return f"the JPEG has more than {_MAX_JPEG_SEGMENTS} segments"
 
 
 def strip_metadata(frame: bytes) -> bytes:

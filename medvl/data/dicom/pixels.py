@@ -255,6 +255,8 @@ def _decode_compressed(file: DicomFile, layout: PixelLayout, location: Location,
     if syntax in _JPEG_LS:
         codecs = get_decoder(syntax).available_plugins  # pyjpegls has no wheel for the newest versions of Python
         return _decode(syntax, "pyjpegls" if "pyjpegls" in codecs else "gdcm", frame, layout)
+    if excess := codestream.excess_of_scans(frame):
+        raise DicomError(excess, "too_large")
     if header.precision == 8:
         return _decode_jpeg_8(syntax, frame, layout, header)
     if syntax in (uid.JPEGLossless, uid.JPEGLosslessSV1) and header.samples == 1:

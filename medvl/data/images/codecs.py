@@ -5,7 +5,6 @@ by the smallest of 8, 10, 12, 14 and 16 bits that holds the largest of them, so 
 divided by 4095. `decode_image` ignores EXIF rotation; `make_upright` applies it.
 """
 
-import re
 import struct
 from io import BytesIO
 
@@ -14,16 +13,12 @@ import numpy as np
 import simplejpeg
 from PIL import Image
 
+from medvl.data.dicom.codestream import excess_of_scans
 from medvl.errors import ImageError
 
 MAX_PIXELS = 1 << 26
 """Default limit: 67 megapixels, four times the largest radiograph; 200 MB when decoded to colour."""
 
-MAX_JPEG_SCANS = 64
-"""Limit of passes over a progressive image; libjpeg writes ten. A file of 2 MB can ask for 20,000."""
-
-_MAX_JPEG_SEGMENTS = 10_000
-_JPEG_MARKER = re.compile(rb"\xff[\x01-\xcf\xd8-\xfe]")  # in compressed data, 0xFF is followed by 0x00 or a restart
 _EXIF_BYTES = 1 << 16
 _ORIENTATION = 0x0112
 _DEPTHS = (8, 10, 12, 14, 16)
@@ -33,8 +28,8 @@ _JPEG_START, _PNG_START = b"\xff\xd8\xff", b"\x89PNG\r\n\x1a\n"
 def decode_image(data: bytes, *, color: bool = False, max_pixels: int = MAX_PIXELS) -> np.ndarray:
     """Decode a JPEG or PNG of any colour mode and depth to uint8 (H, W), or with `color` to RGB (H, W, 3).
 
-    Raises ImageError with the code "empty", "unknown_format", "too_large" (more than `max_pixels` or
-    `MAX_JPEG_SCANS`), "truncated", "malformed" or "unsupported".
+    Raises ImageError with the code "empty", "unknown_format", "too_large" (more than `max_pixels`, or
+    64 scans), "truncated", "malformed" or "unsupported".
     """
     if not data:
         raise ImageError("the image file is empty", "empty")
@@ -142,28 +137,14 @@ def _decode_jpeg(data: bytes, color: bool, max_pixels: int) -> np.ndarray:
     except ValueError:
         raise ImageError("the JPEG header is damaged, or not 8-bit", "malformed") from None
     _check_size(height, width, max_pixels)
-    _check_scans(data)
+    if excess := excess_of_scans(data):
+        raise ImageError(excess, "too_large")
     try:
         image_HWC = simplejpeg.decode_jpeg(data, colorspace="RGB" if color else "GRAY", fastdct=False)
     except ValueError as error:  # libjpeg by default fills in grey
         truncated = "premature end" in str(error).lower()
         raise _damaged("JPEG", truncated) from None
     return image_HWC if color else image_HWC[:, :, 0]
-
-
-def _check_scans(data: bytes) -> None:
-    """Raise ImageError for a JPEG with more scans than `MAX_JPEG_SCANS`, or with far too many segments."""
-    offset, scans = 2, 0
-    for _ in range(_MAX_JPEG_SEGMENTS):
-        match = _JPEG_MARKER.search(data, offset)
-        if match is None or match[0] == b"\xff\xd9":
-            return
-        scans += match[0] == b"\xff\xda"
-        if scans > MAX_JPEG_SCANS:
-            raise ImageError(f"the JPEG has more than {MAX_JPEG_SCANS} scans", "too_large")
-        length = 0 if match[0] in (b"\xff\x01", b"\xff\xd8") else int.from_bytes(data[match.end() : match.end() + 2])
-        offset = match.end() + length
-    raise ImageError(f"the JPEG has more than {_MAX_JPEG_SEGMENTS} segments", "too_large")
 
 
 def _decode_png(data: bytes, color: bool, max_pixels: int) -> np.ndarray:

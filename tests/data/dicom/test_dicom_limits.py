@@ -1,5 +1,6 @@
 """Hostile and damaged DICOM files raise DicomError within limits of memory and time."""
 
+import io
 import json
 import struct
 import subprocess
@@ -12,6 +13,7 @@ import numpy as np
 import pydicom
 import pytest
 from helpers.dicom_builder import element, fragments, image_dataset, layout, raw_file
+from PIL import Image
 from pydicom.encaps import generate_frames
 from pydicom.uid import JPEG2000Lossless, JPEGLSLossless, RLELossless
 
@@ -37,6 +39,15 @@ def compressed(kind: str) -> bytes:
     data = image_dataset(np.arange(64 * 64, dtype=np.uint16).reshape(64, 64))
     data.compress({"j2k": JPEG2000Lossless, "jls": JPEGLSLossless, "rle": RLELossless}[kind])
     return next(generate_frames(data.PixelData, number_of_frames=1))
+
+
+def jpeg_of_scans(count: int) -> bytes:
+    """Return a baseline JPEG in which every scan has one of the three components, and no data."""
+    file = io.BytesIO()
+    Image.new("RGB", (1024, 1024), "grey").save(file, "JPEG", subsampling=0)
+    start = file.getvalue().rindex(b"\xff\xda")
+    scans = [struct.pack(">HHBBBBBB", 0xFFDA, 8, 1, number % 3 + 1, 0, 0, 63, 0) for number in range(count)]
+    return file.getvalue()[:start] + b"".join(scans) + b"\xff\xd9"
 
 
 def patched(frame: bytes, marker: bytes, offset: int, value: bytes) -> bytes:
@@ -119,6 +130,7 @@ BOMBS: dict[str, tuple[Callable[[], bytes], str]] = {
             patched(compressed("jls"), b"\xff\xf7", 5, struct.pack(">HH", 65535, 65535)))),
         "malformed",
     ),
+    "jpeg_scans": (lambda: raw_file(JPEG, layout(1024, 1024, bits=8, samples=3) + fragments(jpeg_of_scans(600))), "too_large"),
     "rle_segments": (
         lambda: raw_file(RLE, layout(64, 64) + fragments(
             struct.pack("<16L", 2, 64, 66, *(0,) * 13) + b"\x81\xff" * (8 << 20))),
