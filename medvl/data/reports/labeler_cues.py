@@ -76,7 +76,7 @@ CUES: tuple[CueTable, ...] = (
         value=NEGATIVE,
         side="after",
         entries=(
-            rf"(?:not|no longer) ~ (?:\w+ )?{_SEEN}", "now ~ clear",
+            rf"(?:not|no longer) ~ (?:\w+ )?{_SEEN}", "now ~ clear", "(?:not|no longer) ~ suspected",
             f"(?:is|are|was|were|now|since|can be|has|have|had) ~ (?:{_REMOVED})",
             f"(?::|,| -+) (?:none|no|nil|negative|no evidence|not {_SEEN}|{_REMOVED})(?= *(?:[.,;]|$))",
         ),
@@ -104,6 +104,7 @@ CUES: tuple[CueTable, ...] = (
             "suggest(?:s|ing|ive|ion)?",
         ),
     ),
+    CueTable(value=NEGATIVE, side="before", entries=("(?:no|without) ~ suspected",)),
     CueTable(
         value=UNCERTAIN,
         side="either",
