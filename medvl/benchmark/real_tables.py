@@ -18,6 +18,7 @@ from zlib import crc32
 import cv2
 
 from medvl.common.files import write_atomic
+from medvl.common.untrusted import parse_json
 from medvl.data.annotations.boxes import read_corners, region_fields
 from medvl.data.annotations.mask_rle import encode_runs
 from medvl.data.text_tasks.tasks import TASKS
@@ -205,4 +206,4 @@ def _write_lines(path: Path, rows: Iterable[Row]) -> Path:
 
 def _lines(path: Path) -> Iterator[dict[str, Any]]:
     with path.open("rb") as file:
-        yield from map(json.loads, gzip.GzipFile(fileobj=file) if path.suffix == ".gz" else file)
+        yield from map(parse_json, gzip.GzipFile(fileobj=file) if path.suffix == ".gz" else file)
