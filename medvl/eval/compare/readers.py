@@ -181,12 +181,12 @@ def _change(lines: Lines, results: Results) -> list[MetricGroup]:
 
 
 def _hidden_words(lines: Lines, results: Results) -> list[MetricGroup]:
-    """Return the accuracy of masked prediction, of all words and by kind."""
+    """Return accuracy and negative log-likelihood of masked prediction, of all words and by kind."""
     kinds = [line["kind"] for line in lines]
-    names = [field for field in lines[0] if field.startswith("right@")]
-    columns = {name: np.array([_number(line[name]) for line in lines]) for name in names}
+    metrics = {field: field.replace("right", "accuracy") for field in lines[0] if field.startswith("right@")}
     return [
-        label_mean_metrics(name.replace("right", "accuracy"), column_N, kinds) for name, column_N in columns.items()
+        label_mean_metrics(metric, np.array([_number(line[field]) for line in lines]), kinds)
+        for field, metric in {**metrics, "nll": "nll"}.items()
     ]
 
 

@@ -1,6 +1,6 @@
 """Masked prediction of a language model with a word head: one word of a report sentence is hidden and filled in.
 
-Protocol "masked_prediction", version 1:
+Protocol "masked_prediction", version 2:
 
 * Items are words of the sentences of reports that name a finding, a side, a severity or a negation (`words`); each is
   hidden alone, in its own copy of its sentence. Equal sentences count once. Words beyond the model's longest text, and
@@ -10,6 +10,8 @@ Protocol "masked_prediction", version 1:
   among the five most probable ones.
 * "floor@k" is the share of the k most frequent words of the kind: what a model reaches that knows the kind and the
   frequencies of these sentences, and does not read the sentence. "gain@k" is the accuracy minus the floor, paired.
+* "nll" is the negative log-likelihood of the word in nats: the sum over its pieces, all hidden, so that models with
+  different vocabularies can be compared. It tells models apart that name none of the words yet.
 * "all" is the share of all words, "macro" the mean of the kinds.
 * A side is seldom known from a sentence alone: an accuracy near its floor is expected there.
 * Intervals: patients are resampled with all sentences that occurred first in their reports.
@@ -39,7 +41,7 @@ from medvl.eval.masked_prediction.words import HiddenWord, Sentences, hidden_wor
 from medvl.models.eval_mode import evaluating
 from medvl.models.language.base import LanguageModel
 
-PROTOCOL, PROTOCOL_VERSION = "masked_prediction", 1
+PROTOCOL, PROTOCOL_VERSION = "masked_prediction", 2
 KS = (1, 5)
 
 
@@ -55,15 +57,18 @@ class MaskedPredictionResult:
     """The most probable pieces of each word, decoded."""
     right_NK: Array
     """Whether the word is within the first k, for the k of `KS`."""
+    nll_N: Array
+    """Negative log-likelihood of each word, in nats."""
 
     def predictions(self) -> Iterator[dict[str, Any]]:
-        """Yield item, patient, subgroups, kind, word and the model's word of each hidden word, without sentences."""
-        for word, filled, right_K in zip(self.words, self.filled, self.right_NK.tolist(), strict=True):
+        """Yield item, patient, subgroups, kind, word, the model's word and scores of each hidden word, no sentences."""
+        scored = zip(self.words, self.filled, self.right_NK.tolist(), self.nll_N.tolist(), strict=True)
+        for word, filled, right_K, nll in scored:
             sample = self.sentences.samples[word.sentence]
             names = {"item": f"{word.sentence}:{word.start}", "patient": sample.patient}
             right = {f"right@{k}": bool(value) for k, value in zip(KS, right_K, strict=True)}
             words = {"kind": word.kind, "word": word.word, "filled": filled}
-            yield {**names, "subgroups": subgroups_of(sample), **words, **right}
+            yield {**names, "subgroups": subgroups_of(sample), **words, **right, "nll": nll}
 
 
 def evaluate_masked_prediction(
@@ -99,10 +104,10 @@ def evaluate_masked_prediction(
         message = "no sentence has a word to hide; give shards with reports, or other sections"
         raise EvaluationError(message, "empty", field="data")
     with evaluating(model):
-        filled, right_NK = _fill(model, tokenizer, tokenizer.mask_id, placed, batch)
+        filled, right_NK, nll_N = _fill(model, tokenizer, tokenizer.mask_id, placed, batch)
     words = tuple(item.word for item in placed)
     kinds, patients = [word.kind for word in words], [sentences.samples[word.sentence].patient for word in words]
-    groups = _groups(words, kinds, right_NK)
+    groups = [*_groups(words, kinds, right_NK), label_mean_metrics("nll", nll_N, kinds)]
     results = Results(
         protocol=PROTOCOL,
         protocol_version=PROTOCOL_VERSION,
@@ -119,7 +124,9 @@ def evaluate_masked_prediction(
             "of_several_pieces": sum(len(item.pieces) > 1 for item in placed),
         },
     )
-    return MaskedPredictionResult(results=results, sentences=sentences, words=words, filled=filled, right_NK=right_NK)
+    return MaskedPredictionResult(
+        results=results, sentences=sentences, words=words, filled=filled, right_NK=right_NK, nll_N=nll_N
+    )
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -153,10 +160,10 @@ def _place(tokenizer: Tokenizer, sentences: Sentences) -> list[_Placed]:
 
 def _fill(
     model: LanguageModel, tokenizer: Tokenizer, mask_id: int, placed: Sequence[_Placed], batch: int
-) -> tuple[tuple[str, ...], Array]:
-    """Return the most probable word of each item, and whether the true one is within the first k."""
+) -> tuple[tuple[str, ...], Array, Array]:
+    """Return the most probable word of each item, whether the true one is within the first k, and its nll."""
     order = sorted(range(len(placed)), key=lambda at: len(placed[at].ids))
-    filled, right_NK = [""] * len(placed), np.zeros((len(placed), len(KS)))
+    filled, right_NK, nll_N = [""] * len(placed), np.zeros((len(placed), len(KS))), np.zeros(len(placed))
     for start in range(0, len(order), batch):
         rows = order[start : start + batch]
         items = [placed[row] for row in rows]
@@ -165,10 +172,13 @@ def _fill(
         place_P = torch.tensor([place for item in items for place in item.pieces])
         truth_P = torch.tensor([item.ids[place] for item in items for place in item.pieces])
         states_BTD = model.text_encoder(ids_BT.to(model.device), mask_BT.to(model.device)).tokens_BTD
-        best_PK = model.score_words(states_BTD[row_P, place_P]).float().topk(max(KS), dim=1).indices.cpu()
+        log_share_PV = model.score_words(states_BTD[row_P, place_P]).float().log_softmax(dim=1).cpu()
+        best_PK = log_share_PV.topk(max(KS), dim=1).indices
+        nll_P = -log_share_PV.gather(1, truth_P[:, None])[:, 0]
+        nll_N[rows] = torch.zeros(len(items)).index_add_(0, row_P, nll_P).numpy()
         for row, item_right_K, best in zip(rows, *_by_item(row_P, truth_P, best_PK, len(items)), strict=True):
             right_NK[row], filled[row] = item_right_K, tokenizer.decode(best)
-    return tuple(filled), right_NK
+    return tuple(filled), right_NK, nll_N
 
 
 def _masked(items: Sequence[_Placed], pad_id: int, mask_id: int) -> tuple[Tensor, Tensor]:

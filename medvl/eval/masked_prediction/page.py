@@ -15,7 +15,7 @@ from medvl.eval.masked_prediction.words import KINDS
 _LIMITS = (
     "A research evaluation of a language model, not for clinical use.",
     "The floor counts the words of these sentences themselves. Words of several pieces are harder than words of one, "
-    "so that models with different vocabularies differ by their vocabularies too.",
+    "so that accuracies of models with different vocabularies differ by their vocabularies too.",
 )
 _NAMES = {"overall": "All words", "macro": "Mean of the kinds"}
 
@@ -34,11 +34,11 @@ def write_masked_prediction_page(
     results, details = result.results, result.results.details
     present = [kind for kind in KINDS if any(row.target == kind for row in results.rows)]
     targets = ["overall", "macro", *present]
-    metrics = ("accuracy@1", "floor@1", "gain@1", "accuracy@5", "floor@5")
+    metrics = ("accuracy@1", "floor@1", "gain@1", "accuracy@5", "floor@5", "nll")
     sections: list[Section] = [
         Table(
             title="Summary",
-            columns=["", "Right at first", "Floor", "Gain", "Within five", "Floor of five", "Words"],
+            columns=["", "Right at first", "Floor", "Gain", "Within five", "Floor of five", "Nats", "Words"],
             rows=[
                 [
                     _NAMES.get(target, target.capitalize()),
@@ -48,7 +48,8 @@ def write_masked_prediction_page(
                 for target in targets
             ],
             caption="Floor: the most frequent word of the kind, or one of the five most frequent ones, without reading "
-            "the sentence. Gain: accuracy minus floor, paired.",
+            "the sentence. Gain: accuracy minus floor, paired. Nats: negative log-likelihood of the word, where less is "
+            "better.",
             strong_rows=2,
         ),
         _frequent_words(result),

@@ -124,6 +124,7 @@ def test_two_models_are_compared_word_by_word(model: Any, tmp_path: Path) -> Non
     comparison = compare(runs["masked_prediction"], resamples=20)
     difference = comparison.differences[0]["accuracy@1/side"]
     assert difference.value == pytest.approx(1 / 3)
+    assert comparison.differences[0]["nll/side"].value < 0
 
 
 def test_words_of_several_pieces_need_all_of_them() -> None:
@@ -138,6 +139,26 @@ def test_words_of_several_pieces_need_all_of_them() -> None:
     result = evaluate_masked_prediction(scorer, source, resamples=0)
     by_kind = {word.kind: right for word, right in zip(result.words, result.right_NK[:, 0].tolist(), strict=True)}
     assert by_kind["finding"] == 0
+
+
+def test_nll_is_the_sum_over_the_pieces_of_a_word(model: Any) -> None:
+    source = reports()
+    result = evaluate_masked_prediction(model, source, resamples=0, batch=5)
+    tokenizer = model.tokenizer
+    for word, nll in zip(result.words, result.nll_N.tolist(), strict=True):
+        text = result.sentences.texts[word.sentence]
+        ids, offsets = tokenizer.encode_whole(text)
+        inside = [at for at, (start, end) in enumerate(offsets) if start < word.end and end > word.start]
+        hidden = [tokenizer.mask_id if at in inside else one for at, one in enumerate(ids)]
+        ids_1T = torch.tensor([[tokenizer.cls_id, *hidden, tokenizer.sep_id]])
+        with torch.no_grad():
+            states_TD = model.eval().text_encoder(ids_1T, torch.ones_like(ids_1T, dtype=torch.bool)).tokens_BTD[0]
+            share_TV = model.score_words(states_TD).softmax(dim=1)
+        expected = -sum(share_TV[at + 1, ids[at]].log().item() for at in inside)
+        assert nll == pytest.approx(expected, abs=1e-4)
+    rows = result.results
+    assert rows.row("nll", "overall").value == pytest.approx(result.nll_N.mean())
+    assert rows.row("nll", "macro").value > 0
 
 
 def test_what_cannot_be_evaluated_is_refused(model: Any) -> None:
