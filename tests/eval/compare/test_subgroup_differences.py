@@ -181,11 +181,12 @@ def change(worse_N: np.ndarray) -> Made:
 def hidden(worse_N: np.ndarray) -> Made:
     found = tuple(HiddenWord(row, 0, 4, "left", "side") for row in range(COUNT))
     right_N2 = np.where(worse_N, 0.0, 1.0)[:, None].repeat(2, 1)
-    groups = [label_mean_metrics("accuracy@1", right_N2[:, 0], ["side"] * COUNT)]
+    columns = {"accuracy@1": right_N2[:, 0], "nll": 1 - right_N2[:, 0]}
+    groups = [label_mean_metrics(name, column_N, ["side"] * COUNT) for name, column_N in columns.items()]
     return of_results(
         MaskedPredictionResult(
             results=results_of("masked_prediction", groups), sentences=Sentences(("",) * COUNT, SAMPLES, found),
-            words=found, filled=("",) * COUNT, right_NK=right_N2,
+            words=found, filled=("",) * COUNT, right_NK=right_N2, nll_N=1 - right_N2[:, 0],
         )
     )  # fmt: skip
 
