@@ -48,7 +48,7 @@ def write_masked_prediction_page(
                 for target in targets
             ],
             caption="Floor: the most frequent word of the kind, or one of the five most frequent ones, without reading "
-            "the sentence. Gain: accuracy minus floor, paired. Nats: negative log-likelihood of the word, where less is "
+            "the sentence. Gain: accuracy minus floor, paired. Nats: negative log-likelihood of the word, lower is "
             "better.",
             strong_rows=2,
         ),
