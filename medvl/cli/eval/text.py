@@ -90,7 +90,7 @@ def text(
 
     Args:
         data: folder with a folder for each task.
-        task: names of tasks, or all whose folder exists.
+        task: names of tasks, or all whose folder exists; of these, incomplete ones are named and left out.
         out: folder for the output files; default eval/text in the run of the checkpoint.
         compare_random: also fine-tune the same encoder from random weights, with paired differences.
         examples: mistakes of each task on the page; 0 for a page without texts.
@@ -98,17 +98,21 @@ def text(
         device: auto, cpu or cuda.
         all: print all rows; by default, those that fit on one screen.
     """
-    from medvl.data.text_tasks.read import available_tasks
     from medvl.eval.core.open import resolve_device
-    from medvl.eval.text_tasks.evaluate import evaluate_text_tasks
+    from medvl.eval.text_tasks.evaluate import complete_tasks, evaluate_text_tasks
     from medvl.eval.text_tasks.page import write_text_page
 
-    names = tuple(available_tasks(data)) if task == ("all",) else task
+    options, names = tuning.settings(resamples), task
+    if task == ("all",):
+        complete, left_out = complete_tasks(data, options)
+        names = tuple(complete)
+        for reason in left_out.values():
+            print(f"Left out: {reason}", flush=True)
     if not names:
-        raise ConfigError(f"{data} has a folder of no task; see data_cards/blurb.md", "not_found", field="data")
+        raise ConfigError(f"{data} has no complete task; see data_cards/blurb.md", "not_found", field="data")
     folder, encoder = out or _default_folder(text), _open_encoder(text, random=text.random_weights)
     other = _open_encoder(text, random=True) if compare_random else None
-    options, where = tuning.settings(resamples), resolve_device(device)
+    where = resolve_device(device)
     result = evaluate_text_tasks(
         encoder, data, names, options, other=other, device=where, report=functools.partial(print, flush=True)
     )

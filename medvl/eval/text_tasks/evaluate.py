@@ -23,12 +23,12 @@ from typing import Any
 
 import torch
 
-from medvl.data.text_tasks.read import Splits, read_text_task
+from medvl.data.text_tasks.read import Splits, available_tasks, read_text_task
 from medvl.data.text_tasks.relations import RelationText
 from medvl.data.text_tasks.tasks import TASKS, Split, TextExample, TextTask
 from medvl.data.tokenizer.tokenizer import Tokenizer
 from medvl.encoders import TextEncoder
-from medvl.errors import ConfigError, EvaluationError
+from medvl.errors import ConfigError, CorpusError, EvaluationError
 from medvl.eval.core.metric_rows import MetricGroup, MetricRow, measure
 from medvl.eval.core.results import Results
 from medvl.eval.text_tasks.baselines import baselines
@@ -145,12 +145,13 @@ def evaluate_text_tasks(
     """
     options = options or TextTaskOptions()
     _check_names(tasks)
+    splits_of = {name: _splits(root, TASKS[name], options) for name in tasks}  # all, before the first training
     rows: list[MetricRow] = []
     examples: dict[str, Sequence[TextExample]] = {}
     runs: dict[str, TaskRun] = {}
     without: dict[str, Mapping[str, Predicted]] = {}
     for name in tasks:
-        task, splits = TASKS[name], _splits(root, TASKS[name], options)
+        task, splits = TASKS[name], splits_of[name]
         examples[name] = splits["test"]
         runs[name] = _run(encoder, task, splits, options, torch.device(device), report)
         second = None if other is None else _run(other, task, splits, options, torch.device(device), report)
@@ -170,6 +171,25 @@ def evaluate_text_tasks(
         details={name: _details(TASKS[name], run) for name, run in runs.items()},
     )
     return TextTaskResult(results=results, examples=examples, runs=runs, baselines=without)
+
+
+def complete_tasks(root: Path | str, options: TextTaskOptions) -> tuple[list[str], dict[str, str]]:
+    """Return the tasks below `root` that can be evaluated, and task -> reason of those that cannot.
+
+    These lack a split or files, or do not have the requested form of relations. Raises CorpusError for damaged files.
+    """
+    complete: list[str] = []
+    left_out: dict[str, str] = {}
+    for name in available_tasks(root):
+        try:
+            _splits(root, TASKS[name], options)
+        except (ConfigError, CorpusError, EvaluationError) as error:
+            if error.code not in ("missing", "not_found", "unsupported"):
+                raise
+            left_out[name] = str(error)
+        else:
+            complete.append(name)
+    return complete, left_out
 
 
 def rows_value(rows: Sequence[MetricRow], task: TextTask) -> float:
@@ -193,6 +213,9 @@ def _splits(root: Path | str, task: TextTask, options: TextTaskOptions) -> Split
     if missing:
         message = f"{task.name} has no {' and no '.join(missing)} split in {root}; see data_cards/blurb.md"
         raise EvaluationError(message, "missing", field="data")
+    if task.kind == "relations" and options.relation_pool != "first" and found["train"][0].spans is None:
+        message = f"{task.name} does not say where its mentions are; use the first token"
+        raise ConfigError(message, "unsupported", field="relation_pool")
     if options.train_limit is not None:
         found["train"] = found["train"][: options.train_limit]
     return found
@@ -211,9 +234,6 @@ def _run(
     pool: TextPool = "tokens" if tagging else options.relation_pool if task.kind == "relations" else "first"
     mentions = pool in ("mentions", "starts")
     encoded = {split: encode_task(task, rows, tokenizer, mentions=mentions) for split, rows in splits.items()}
-    if mentions and encoded["train"].mentions is None:
-        message = f"{task.name} does not say where its mentions are; use the first token"
-        raise ConfigError(message, "unsupported", field="relation_pool")
 
     def score(settings: FinetuneSettings, seed: int, split: Split) -> tuple[Predicted, Summed]:
         model = finetune(

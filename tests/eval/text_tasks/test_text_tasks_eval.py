@@ -17,7 +17,7 @@ from medvl.cli.eval import text as text_command
 from medvl.data.text_tasks.tasks import TASKS, TextExample
 from medvl.data.tokenizer.tokenizer import Tokenizer, train_wordpiece
 from medvl.encoders import create_text_encoder
-from medvl.errors import ConfigError, EvaluationError
+from medvl.errors import ConfigError, CorpusError, EvaluationError, MedvlError
 from medvl.eval import (
     EvaluatedEncoder,
     FinetuneGrid,
@@ -33,7 +33,7 @@ from medvl.eval.core.metric_rows import MetricRow, measure
 from medvl.eval.core.results import Results, write_results
 from medvl.eval.text_tasks.baselines import baselines
 from medvl.eval.text_tasks.encoding import encode_task
-from medvl.eval.text_tasks.evaluate import TaskRun, TextTaskResult
+from medvl.eval.text_tasks.evaluate import TaskRun, TextTaskResult, complete_tasks
 from medvl.eval.text_tasks.finetune import finetune, predict
 from medvl.eval.text_tasks.metrics import entity_spans, mean_over_seeds, summed_metric
 from medvl.models.downstream.text_head import TextHead
@@ -327,6 +327,34 @@ def test_two_encoders_are_paired_in_every_task(tmp_path: Path) -> None:
     accuracy = differences["accuracy/pubmedqa"]
     assert accuracy.value == pytest.approx((share - 1) / 2)
     assert accuracy.low < accuracy.value < accuracy.high < 0
+
+
+def test_all_tasks_are_those_that_are_complete(
+    tmp_path: Path, encoder: EvaluatedEncoder, vocabulary: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Incomplete data is found before the first fine-tuning."""
+    data, printed = write_data(tmp_path / "data"), list[str]()
+    (data / "bc5-chem/train.jsonl.gz").unlink()
+    complete, left_out = complete_tasks(data, TextTaskOptions())
+    assert complete == ["gad", "biosses"]
+    assert "bc5-chem has no train split" in left_out["bc5-chem"]
+    for options in (TextTaskOptions(relation_form="markers"), TextTaskOptions(relation_pool="starts")):
+        complete, left_out = complete_tasks(data, options)  # of gad, texts with dummies alone are known
+        assert (complete, list(left_out)) == (["biosses"], ["bc5-chem", "gad"])
+        with raises(MedvlError, "unsupported"):
+            evaluate_text_tasks(encoder, data, ["biosses", "gad"], options, report=printed.append)
+    with raises(EvaluationError, "missing", "data"):
+        evaluate_text_tasks(encoder, data, ["biosses", "bc5-chem"], report=printed.append)
+    assert not printed
+    sizes = [part for name, value in SIZES.items() for part in (name, str(value))]
+    arguments = ["--encoder", "hf:bert", "--vocab", str(vocabulary), "--text-arguments", *sizes, "--seeds", "1"]
+    arguments += ["--lrs", "1e-3", "--batches", "16", "--epochs", "1", "--resamples", "5"]
+    cli.main(["eval", "text", "--data", str(data), "--out", str(tmp_path / "out"), *arguments])
+    assert "Left out: bc5-chem has no train split" in capsys.readouterr().out
+    assert set(read_results(tmp_path / "out").details) == {"gad", "biosses"}
+    (data / "gad/dev.jsonl.gz").write_bytes(b"damaged")
+    with raises(CorpusError, "malformed", "data"):
+        complete_tasks(data, TextTaskOptions())
 
 
 def test_missing_splits_and_wrong_settings(tmp_path: Path, encoder: EvaluatedEncoder) -> None:
