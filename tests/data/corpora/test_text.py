@@ -97,7 +97,7 @@ def test_a_document_has_one_split_in_every_corpus_and_order() -> None:
 def test_files_of_all_kinds_are_read(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("One line.\n\n  Two.\n")
     (tmp_path / "b.jsonl.gz").write_bytes(
-        gzip.compress(b'{"text": "Three.", "pmid": 3}\n{"text": " Four. ", "pmid": 4}')
+        gzip.compress(b'{"text": "Three.", "pmid": 3}\n{"text": " Four. ", "pmid": 4}\n{"text": "5", "pmid": null}')
     )
     (tmp_path / "c.xml").write_text(PUBMED)
     (tmp_path / "d.pdf").write_text("no text")
@@ -106,7 +106,7 @@ def test_files_of_all_kinds_are_read(tmp_path: Path) -> None:
     assert [path.name for path in files] == ["a.txt", "b.jsonl.gz", "c.xml"]
     lines, json_lines, articles = (list(read_documents(path, options)) for path in files)
     assert [document.text for document in lines] == ["One line.", "Two."]
-    assert [(document.text, document.id) for document in json_lines] == [("Three.", "3"), ("Four.", "4")]
+    assert [(document.text, document.id) for document in json_lines] == [("Three.", "3"), ("Four.", "4"), ("5", None)]
     abstract = "Effect of IL-2 on T cells. We studied H2O < 3. It works."
     assert [(document.text, document.id) for document in articles] == [(abstract, "PMID 11"), ("", "PMID 12")]
     paragraphs = DocumentFormat(layout="paragraphs")
@@ -121,6 +121,9 @@ def test_files_of_all_kinds_are_read(tmp_path: Path) -> None:
     ("name", "content", "code"),
     [
         ("a.xml", PUBMED[:600], "truncated"),
+        ("a.xml", PUBMED[: PUBMED.index("<DeleteCitation>")], "truncated"),  # between two articles
+        ("a.xml", "<html><body>503 Service Unavailable</body></html>", "truncated"),
+        ("a.txt.gz", "", "malformed"),
         ("a.xml", PUBMED.replace("It works.", "It &bomb;"), "malformed"),
         ("a.xml", PUBMED.replace('<PMID Version="1">11</PMID>', ""), "malformed"),
         ("a.jsonl", '{"words": "a"}\n', "missing"),
@@ -149,7 +152,14 @@ def test_evaluation_sets_in_all_formats_are_found(tmp_path: Path) -> None:
     (tmp_path / "c.txt").write_text("\n".join(words[12:26]))
     (tmp_path / "d.csv").write_text(f'id,text\n1,"{" ".join(words[:13])}"\n')
     (tmp_path / "e.json").write_text(json.dumps({"data": [{"q": " ".join(words[3:17])}]}))
-    for path, start in (("a.jsonl", 0), ("b.tsv", 10), ("c.txt", 12), ("d.csv", 0), ("e.json", 3)):
+    quoted = ['"', *words[6:16], '"', *words[16:20]]
+    (tmp_path / "f.tsv").write_text("".join(f"{word}\tO\n" for word in quoted))
+    (tmp_path / "g.iob2").write_text("".join(f"{word} NN O\n" for word in words[2:16]))
+    (tmp_path / "h.tokens").write_text("\n".join(words[4:16]))
+    (tmp_path / "i.xml").write_text(f'<document><sentence text="{" ".join(words[8:20])}"><e/></sentence></document>')
+    (tmp_path / "j.xml").write_text(f"<d><t>{' '.join(words[7:13])}</t><t>{' '.join(words[13:19])}</t></d>")
+    starts = {"a.jsonl": 0, "b.tsv": 10, "c.txt": 12, "d.csv": 0, "e.json": 3, "f.tsv": 6, "g.iob2": 2, "h.tokens": 4}
+    for path, start in {**starts, "i.xml": 8, "j.xml": 7}.items():
         found = HeldOutTexts({"set": read_texts(tmp_path / path)})
         assert found.find(["before", *words[start : start + RUN], "after"]) == "set"
         assert found.find(words[start : start + RUN - 1]) is None

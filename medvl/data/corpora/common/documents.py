@@ -15,7 +15,7 @@ from medvl.errors import CorpusError
 _CHUNK = 1 << 20
 _LONGEST_ARTICLE = 1 << 24
 _ARTICLE_START = re.compile(r"<PubmedArticle[\s>]")
-_ARTICLE_END = "</PubmedArticle>"
+_ARTICLE_END, _FILE_END = "</PubmedArticle>", "</PubmedArticleSet>"
 
 Layout = Literal["lines", "paragraphs"]
 """Layout of plain text files: "lines" has one document per line; "paragraphs" has one sentence per line and a
@@ -44,7 +44,7 @@ class DocumentFormat:
     text_field: str = "text"
     """Field of JSON lines with the text."""
     id_field: str | None = None
-    """Field of JSON lines with the document's id; default none: documents of one text are one document."""
+    """Field of JSON lines with the document's id, null if unknown; default none: documents of one text are one."""
 
 
 def document_files(path: Path) -> list[Path]:
@@ -94,13 +94,15 @@ def _read_json(path: Path, options: DocumentFormat) -> Iterator[Document]:
         text = row[options.text_field]
         if not isinstance(text, str):
             raise malformed(f"{path}, row {number}", f"{options.text_field} is not text", options.text_field)
-        yield Document(text=text.strip(), id=None if options.id_field is None else str(row[options.id_field]))
+        identity = None if options.id_field is None else row[options.id_field]
+        yield Document(text=text.strip(), id=None if identity is None else str(identity))
 
 
 def read_pubmed(path: Path) -> Iterator[Document]:
     """Yield title and abstract of each article of PubMed's XML (baseline or update files), by its PubMed id.
 
-    Articles are cut out of the file and parsed one by one. The text of an article without an abstract is empty.
+    Articles are cut out of the file and parsed one by one. The text of an article without an abstract is empty. Raises
+    CorpusError when the file is damaged, incomplete or of another kind.
     """
     pending = ""
     with open_text(path, ANYWHERE) as file:
@@ -115,8 +117,8 @@ def read_pubmed(path: Path) -> Iterator[Document]:
                 pending = pending[end:]
             if len(pending) > _LONGEST_ARTICLE:
                 raise malformed(path, f"an article has more than {_LONGEST_ARTICLE} characters")
-    if _ARTICLE_START.search(pending):
-        raise CorpusError(f"{path} ends within an article; download it again", "truncated")
+    if _FILE_END not in pending or _ARTICLE_START.search(pending):
+        raise CorpusError(f"{path} does not end with {_FILE_END}; download it again", "truncated")
 
 
 def _article(xml: str, path: Path) -> Document:

@@ -7,6 +7,7 @@ import dataclasses
 import gzip
 import io
 import itertools
+import os
 import zlib
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -182,7 +183,10 @@ def open_text(path: Path, folders: InputFolders) -> Iterator[TextIO]:
     """Open a text file, gzipped or not, in UTF-8. Raises CorpusError, also within the block, when it is unreadable."""
     try:
         with folders.open(path, CorpusError) as file:
-            data = gzip.GzipFile(fileobj=file) if path.suffix == ".gz" else file
+            zipped = path.suffix == ".gz"
+            if zipped and not os.fstat(file.fileno()).st_size:
+                raise EOFError("an empty file is no gzip file")  # which GzipFile accepts
+            data = gzip.GzipFile(fileobj=file) if zipped else file
             yield io.TextIOWrapper(data, encoding="utf-8-sig", newline="")
     except FileNotFoundError:
         raise CorpusError(f"{path} does not exist", "not_found") from None

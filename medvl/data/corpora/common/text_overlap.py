@@ -9,10 +9,11 @@ import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import numpy as np
 
-from medvl.common.untrusted import ANYWHERE, parse_json
+from medvl.common.untrusted import ANYWHERE, parse_json, parse_xml
 from medvl.data.corpora.common.tables import malformed, open_text, read_lines
 from medvl.errors import ConfigError, CorpusError
 
@@ -21,7 +22,8 @@ RUN = 12
 _WORD = re.compile(r"\w+")
 _FACTOR = 0x9E3779B97F4A7C15
 _POWERS_R = np.array([pow(_FACTOR, power, 2**64) for power in range(RUN)], np.uint64)
-_JSON_LINES, _JSON, _TABLES, _TEXTS = (".jsonl", ".ndjson"), (".json",), (".tsv", ".csv", ".conll", ".iob"), (".txt",)
+_JSON_LINES, _JSON, _XML, _TEXTS = (".jsonl", ".ndjson"), (".json",), (".xml",), (".txt", ".tokens")
+_TABLES = (".tsv", ".csv", ".conll", ".iob", ".iob2")
 _MERGE = 1 << 18
 
 
@@ -94,13 +96,15 @@ def read_texts(path: Path) -> Iterator[str]:
     """Yield all texts of an evaluation set: a file, or all files in a folder.
 
     From JSON and JSON lines, every string, and lists of strings joined by spaces (given words); from tables (.tsv,
-    .csv, .conll, .iob), every column from top to bottom; from .txt, the whole text. All of them also gzipped.
+    .csv, .conll, .iob, .iob2), every column from top to bottom; from .xml, all text and the attributes of every element
+    (DDI's sentences); from .txt and .tokens (EBM PICO), the whole text. All of them also gzipped.
 
     Raises CorpusError when a file is damaged, or there is none.
     """
     paths = sorted(each for each in path.rglob("*") if each.is_file()) if path.is_dir() else [path]
     readers = {**dict.fromkeys(_JSON_LINES, _read_json_lines), **dict.fromkeys(_JSON, _read_json)}
     readers |= {**dict.fromkeys(_TABLES, _read_columns), **dict.fromkeys(_TEXTS, _read_whole)}
+    readers |= dict.fromkeys(_XML, _read_xml)
     known = [(each, readers[suffix]) for each in paths if (suffix := plain_suffix(each)) in readers]
     if not known:
         message = f"{path} has no text of an evaluation set: expected {', '.join(readers)}, also as .gz"
@@ -126,15 +130,37 @@ def _read_json(path: Path) -> Iterator[str]:
 
 
 def _read_columns(path: Path) -> Iterator[str]:
-    separator = "," if plain_suffix(path) == ".csv" else "\t"
     columns: dict[int, list[str]] = {}
+    for row in _read_csv(path) if plain_suffix(path) == ".csv" else _read_cells(path):
+        for number, cell in enumerate(row):
+            columns.setdefault(number, []).append(cell)
+    yield from (" ".join(cells) for cells in columns.values())
+
+
+def _read_csv(path: Path) -> Iterator[list[str]]:
     try:
-        for row in csv.reader(read_lines(path, ANYWHERE), delimiter=separator, quoting=csv.QUOTE_MINIMAL):
-            for number, cell in enumerate(row):
-                columns.setdefault(number, []).append(cell)
+        yield from csv.reader(read_lines(path, ANYWHERE))
     except csv.Error as error:
         raise malformed(path, f"not readable as a table ({error})") from error
-    yield from (" ".join(cells) for cells in columns.values())
+
+
+def _read_cells(path: Path) -> Iterator[list[str]]:
+    """Yield the cells of each line; a quotation mark is a word. Words and tags can also be separated by spaces."""
+    spaced = plain_suffix(path) != ".tsv"
+    for line in read_lines(path, ANYWHERE):
+        yield line.split() if spaced and "\t" not in line else line.split("\t")
+
+
+def _read_xml(path: Path) -> Iterator[str]:
+    with open_text(path, ANYWHERE) as file:
+        text = file.read()
+    try:
+        root = parse_xml(text.encode())
+    except ElementTree.ParseError as error:
+        raise malformed(path, f"not well-formed XML ({error})") from error
+    yield " ".join(root.itertext())
+    for element in root.iter():
+        yield from element.attrib.values()
 
 
 def _read_whole(path: Path) -> Iterator[str]:
