@@ -75,6 +75,11 @@ def _read(path: Path, folder: Path) -> str:
         raise CorpusError(f"cannot read {path} ({error})", "unreadable", field="data") from error
 
 
+def _lines(path: Path, folder: Path) -> list[str]:
+    """Return the lines of a file; other separators (U+2028, U+0085) are characters of their text."""
+    return _read(path, folder).removesuffix("\n").split("\n")
+
+
 def _file(folder: Path, split: Split, pattern: str) -> Path | None:
     """Return the file of a split; `pattern` has {} for its name. None: there is none."""
     found = (path for name in _SPLIT_NAMES[split] for path in sorted(folder.glob(pattern.format(name))))
@@ -96,18 +101,18 @@ def _listed(folder: Path, kind: str) -> dict[Split, list[str]]:
 def _conll(folder: Path, task: TextTask) -> dict[Split, list[TextExample]]:
     """Read one word with its tag per line, an empty line after each sentence; `-DOCSTART-` begins a document."""
     files = {split: path for split in SPLITS if (path := _file(folder, split, "{}.[tc]*")) is not None}
-    return {split: _sentences(path.stem, _read(path, folder).splitlines(), task) for split, path in files.items()}
+    return {split: _sentences(path.stem, _lines(path, folder), task) for split, path in files.items()}
 
 
 def _jnlpba(folder: Path, task: TextTask) -> dict[Split, list[TextExample]]:
     training, test = folder / "Genia4ERtask2.iob2", folder / "Genia4EReval2.iob2"
     if not training.is_file():
         return _conll(folder, task)
-    lines = _read(training, folder).splitlines()
+    lines = _lines(training, folder)
     return {
         "train": _sentences("train", lines[:_JNLPBA_TRAIN_LINES], task),
         "dev": _sentences("dev", lines[_JNLPBA_TRAIN_LINES:], task),
-        "test": _sentences("test", _read(test, folder).splitlines(), task),
+        "test": _sentences("test", _lines(test, folder), task),
     }
 
 
@@ -220,7 +225,7 @@ def _chemprot_pairs(
 
 
 def _rows(path: Path, folder: Path) -> list[list[str]]:
-    return list(csv.reader(_read(path, folder).splitlines(), delimiter="\t", quoting=csv.QUOTE_NONE))
+    return list(csv.reader(_lines(path, folder), delimiter="\t", quoting=csv.QUOTE_NONE))
 
 
 def _ddi(folder: Path, task: TextTask) -> dict[Split, list[TextExample]]:
@@ -272,29 +277,30 @@ def _gad_rows(split: str, path: Path, folder: Path) -> list[TextExample]:
 
 def _biosses(folder: Path, task: TextTask) -> dict[Split, list[TextExample]]:
     """Read BLUE's or BLURB's tables: columns sentence1, sentence2 (or sent1, sent2) and score."""
-    result: dict[Split, list[TextExample]] = {}
-    for split in SPLITS:
-        if (path := _file(folder, split, "{}.tsv")) is not None:
-            reader = csv.DictReader(_read(path, folder).splitlines(), delimiter="\t", quoting=csv.QUOTE_NONE)
-            result[split] = [_similarity_row(f"{split}-{n}", row) for n, row in enumerate(reader)]
-    return result
-
-
-def _similarity_row(key: str, row: Mapping[str, str]) -> TextExample:
-    pair = (row.get("sentence1") or row["sent1"], row.get("sentence2") or row["sent2"])
-    return TextExample(key=key, document=key, texts=pair, label=float(row["score"]))
+    return _similarity(folder, "{}.tsv")
 
 
 def _medsts(folder: Path, task: TextTask) -> dict[Split, list[TextExample]]:
-    """Read lines of two sentences and a score, separated by tabs."""
-    files = {split: path for split in SPLITS if (path := _file(folder, split, "*{}*.t[sx][vt]")) is not None}
-    return {
-        split: [
-            TextExample(key=f"{split}-{n}", document=f"{split}-{n}", texts=(row[0], row[1]), label=float(row[2]))
-            for n, row in enumerate(_rows(path, folder))
-        ]
-        for split, path in files.items()
-    }
+    """Read lines of two sentences and a score, separated by tabs; or BLUE's tables, as for BIOSSES."""
+    return _similarity(folder, "*{}*.t[sx][vt]")
+
+
+def _similarity(folder: Path, pattern: str) -> dict[Split, list[TextExample]]:
+    result: dict[Split, list[TextExample]] = {}
+    for split in SPLITS:
+        if (path := _file(folder, split, pattern)) is not None:
+            rows = [row for row in _rows(path, folder) if row]
+            a, b, score = 0, 1, 2
+            if rows and "score" in rows[0]:
+                header, *rows = rows
+                names = ("sentence1", "sentence2") if "sentence1" in header else ("sent1", "sent2")
+                a, b, score = (header.index(name) for name in (*names, "score"))
+            keys = [f"{split}-{n}" for n in range(len(rows))]
+            result[split] = [
+                TextExample(key=key, document=key, texts=(row[a], row[b]), label=float(row[score]))
+                for key, row in zip(keys, rows, strict=True)
+            ]
+    return result
 
 
 def _hoc(folder: Path, task: TextTask) -> dict[Split, list[TextExample]]:
@@ -355,7 +361,7 @@ def _inference(folder: Path, task: TextTask) -> dict[Split, list[TextExample]]:
     """Read JSON lines of sentence1, sentence2 and gold_label, such as mli_train_v1.jsonl and radnli_test_v1.jsonl."""
     files = {split: path for split in SPLITS if (path := _file(folder, split, "*_{}_*.jsonl")) is not None}
     return {
-        split: [inference_example(parse_json(line)) for line in _read(path, folder).splitlines() if line.strip()]
+        split: [inference_example(parse_json(line)) for line in _lines(path, folder) if line.strip()]
         for split, path in files.items()
     }
 

@@ -162,8 +162,23 @@ def test_releases_of_documents_and_questions(tmp_path: Path) -> None:
     row = {"sentence1": "a", "sentence2": "b", "gold_label": "neutral", "pairID": "x"}
     write(tmp_path / "mednli/mli_train_v1.jsonl", json.dumps(row))
     assert read_text_task(tmp_path, TASKS["mednli"])["train"][0].label == "neutral"
-    write(tmp_path / "medsts/train.tsv", "a\tb\t3.5\n")
-    assert read_text_task(tmp_path, TASKS["medsts"])["train"][0].label == 3.5
+    write(tmp_path / "mednli/mli_dev_v1.jsonl", json.dumps(row | {"sentence1": "a\u2028b\x85c"}, ensure_ascii=False))
+    assert read_text_task(tmp_path, TASKS["mednli"])["dev"][0].texts[0] == "a\u2028b\x85c"
+
+
+def test_releases_of_similar_sentences(tmp_path: Path) -> None:
+    """Three columns, with and without an empty line; BLUE's and BLURB's tables."""
+    write(tmp_path / "medsts/clinicalSTS.train.txt", 'a "\u2028\tb\t3.5\n\n')
+    write(tmp_path / "medsts/dev.tsv", "index\tsource1\tsentence1\tsentence2\tscore\n0\tx\tc\td\t2\n")
+    splits = read_text_task(tmp_path, TASKS["medsts"])
+    found = {split: [(example.texts, example.label) for example in rows] for split, rows in splits.items()}
+    assert found == {"train": [(('a "\u2028', "b"), 3.5)], "dev": [(("c", "d"), 2.0)]}
+    write(tmp_path / "BIOSSES/test.tsv", "score\tsent1\tsent2\n1.5\te\tf\n")
+    (example,) = read_text_task(tmp_path, TASKS["biosses"])["test"]
+    assert (example.texts, example.label) == (("e", "f"), 1.5)
+    write(tmp_path / "BIOSSES/test.tsv", "score\tfirst\tsecond\n1.5\te\tf\n")
+    with raises(CorpusError, "malformed", "data"):
+        read_text_task(tmp_path, TASKS["biosses"])
 
 
 def test_files_outside_of_a_release_and_endless_ones_are_not_read(
