@@ -11,6 +11,7 @@ Protocol "text_tasks", version 1:
 * Baselines without an encoder are rows of their own, from the same training examples.
 * "difference" rows compare with a second encoder, or with the best baseline, on the same resamples.
 * Intervals: documents are resampled where they are known, else examples. They do not include the choice of seeds.
+* "blurb" is the mean of the means of BLURB's groups of tasks, within each resample of all test sets (`aggregate`).
 
 Letters: N examples, R resamples.
 """
@@ -31,8 +32,8 @@ from medvl.encoders import TextEncoder
 from medvl.errors import ConfigError, CorpusError, EvaluationError
 from medvl.eval.core.metric_rows import MetricGroup, MetricRow, measure
 from medvl.eval.core.results import Results
+from medvl.eval.text_tasks.aggregate import ScoredTask, score_rows
 from medvl.eval.text_tasks.baselines import baselines
-from medvl.eval.text_tasks.blurb_score import blurb_score
 from medvl.eval.text_tasks.encoding import encode_task
 from medvl.eval.text_tasks.finetune import FinetuneGrid, FinetuneSettings, finetune, predict
 from medvl.eval.text_tasks.metrics import Predicted, Summed, difference, mean_over_seeds, summed_metric
@@ -149,6 +150,7 @@ def evaluate_text_tasks(
     rows: list[MetricRow] = []
     examples: dict[str, Sequence[TextExample]] = {}
     runs: dict[str, TaskRun] = {}
+    scored: dict[str, ScoredTask] = {}
     without: dict[str, Mapping[str, Predicted]] = {}
     for name in tasks:
         task, splits = TASKS[name], splits_of[name]
@@ -157,11 +159,13 @@ def evaluate_text_tasks(
         second = None if other is None else _run(other, task, splits, options, torch.device(device), report)
         without[name] = baselines(task, splits["train"], splits["test"])
         rows += _rows(task, splits["test"], runs[name], second, without[name], options)
+        scored[name] = ScoredTask(
+            metrics=runs[name].metrics,
+            other=None if second is None else second.metrics,
+            documents=[example.document for example in splits["test"]],
+        )
         report(f"{name}: {task.metric} {rows_value(rows, task):.3f}, {runs[name].settings}")
-    score = blurb_score({name: rows_value(rows, TASKS[name]) for name in tasks})
-    if score is not None:
-        covered = sum(len(examples[name]) for name in tasks)
-        rows.append(MetricRow(metric="blurb", target=score.name, n=covered, value=score.value))
+    rows += score_rows(scored, resamples=options.resamples, seed=options.seed)
     results = Results(
         protocol=PROTOCOL,
         protocol_version=PROTOCOL_VERSION,

@@ -37,7 +37,7 @@ def write_text_page(result: TextTaskResult, path: str | Path, header: PageHeader
     """
     results, tasks = result.results, list(result.runs)
     headlines = [headline(f"{name}, {_NAMES[TASKS[name].metric]}", _main_row(result, name)) for name in tasks[:3]]
-    headlines = [headline(row.target, row) for row in results.rows if row.metric == "blurb"] + headlines
+    headlines = [headline(row.target, row) for row in _aggregate(result)[:1]] + headlines
     sections: list[Section] = [_score_table(result), _settings_table(result)]
     if examples:
         sections.append(_mistakes(result, examples))
@@ -50,6 +50,10 @@ def write_text_page(result: TextTaskResult, path: str | Path, header: PageHeader
         limits=_LIMITS,
     )
     return write_page(page, path)
+
+
+def _aggregate(result: TextTaskResult) -> list[MetricRow]:
+    return [row for row in result.results.rows if row.metric == "blurb"]
 
 
 def _main_row(result: TextTaskResult, name: str) -> MetricRow:
@@ -69,6 +73,7 @@ def _score_table(result: TextTaskResult) -> Table:
                 )
             elif row.target.startswith(f"{name} - "):
                 lines.append([f"  above {row.target.removeprefix(f'{name} - ')}", "difference", metric_cell(row), ""])
+    lines += [[row.target, "BLURB", metric_cell(row), f"{row.n:,}"] for row in _aggregate(result)]
     caption = "The mean over seeds with 95% intervals over test documents, then baselines that use no encoder."
     return Table(title="Scores", columns=["", "Metric", "Score", "Test examples"], rows=lines, caption=caption)
 

@@ -31,11 +31,12 @@ from medvl.eval import (
 from medvl.eval.compare.compare import compare, find_runs
 from medvl.eval.core.metric_rows import MetricRow, measure
 from medvl.eval.core.results import Results, write_results
+from medvl.eval.text_tasks.aggregate import ScoredTask, score_rows
 from medvl.eval.text_tasks.baselines import baselines
 from medvl.eval.text_tasks.encoding import encode_task
 from medvl.eval.text_tasks.evaluate import TaskRun, TextTaskResult, complete_tasks
 from medvl.eval.text_tasks.finetune import finetune, predict
-from medvl.eval.text_tasks.metrics import entity_spans, mean_over_seeds, summed_metric
+from medvl.eval.text_tasks.metrics import Summed, entity_spans, mean_over_seeds, summed_metric
 from medvl.models.downstream.text_head import TextHead
 
 SIZES = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64}
@@ -287,14 +288,44 @@ def test_command_writes_results_and_a_page(
     assert results.details["gad"]["settings"]["lr"] in (1e-3, 3e-3)
     assert results.row("micro_f1", "gad: bag of words").value == 1.0
     assert results.row("entity_f1", "bc5-chem - other encoder").value == pytest.approx(0)  # both have random weights
-    (score,) = [row for row in results.rows if row.metric == "blurb"]
+    score, of_other, difference = [row for row in results.rows if row.metric == "blurb"]
     assert score.target.startswith("mean without")
+    assert of_other.target == f"{score.target}: other encoder"
+    assert difference.value == pytest.approx(score.value - of_other.value) == 0  # both have the same random weights
+    assert score.low < score.value < score.high
+    assert difference.low == difference.high == 0
     lines = [json.loads(line) for line in (out / "predictions.jsonl").read_text().splitlines()]
     assert len(lines) == 40 + 40 + 12
     assert len(lines[0]["predictions"]) == 2
     page = (out / "index.html").read_text()
     assert "dictionary" in page
     assert "Test by seed" in page
+
+
+def test_the_aggregate_has_intervals_and_a_paired_difference() -> None:
+    """The interval is that of the mean of independent test sets, and the second seed counts as much as the first."""
+    rng = np.random.default_rng(0)
+    documents = {name: [f"{name} {n // 2}" for n in range(200)] for name in ("pubmedqa", "bioasq", "gad")}
+    tasks = {}
+    for name, keys in documents.items():
+        right_SN = rng.random((2, 200)) < 0.7
+        sums = [np.stack([right_N, np.ones(200)], axis=1).astype(float) for right_N in right_SN]
+        own = tuple(Summed(sums_N2, lambda totals_R2: totals_R2[:, 0] / totals_R2[:, 1]) for sums_N2 in sums)
+        tasks[name] = ScoredTask(metrics=own, other=own[:1], documents=keys)
+    score, of_other, difference = score_rows(tasks, resamples=2000, seed=0)
+    share = {name: np.mean([metric() for metric in task.metrics]) for name, task in tasks.items()}
+    assert score.value == pytest.approx(((share["pubmedqa"] + share["bioasq"]) / 2 + share["gad"]) / 2)
+    assert score.n == 600
+    assert difference.value == pytest.approx(score.value - of_other.value)
+    by_document = {  # variance of the mean over documents of two examples, of both seeds together
+        name: np.mean([m.sums_NK[:, 0] for m in task.metrics], axis=0).reshape(-1, 2).mean(axis=1).var() / 100
+        for name, task in tasks.items()
+    }
+    spread = np.sqrt((by_document["pubmedqa"] + by_document["bioasq"]) / 16 + by_document["gad"] / 4)
+    assert (score.high - score.low) / 2 == pytest.approx(1.96 * spread, rel=0.08)
+    (unlike,) = score_rows({"mednli": tasks["gad"], "gad": tasks["gad"]}, resamples=0, seed=0)[:1]
+    assert np.isnan(unlike.low)
+    assert score_rows({"mednli": tasks["gad"]}, resamples=10, seed=0) == []
 
 
 def test_two_encoders_are_paired_in_every_task(tmp_path: Path) -> None:
