@@ -78,12 +78,13 @@ def write_comparison(comparisons: Sequence[Comparison], folder: str | Path, *, d
 def format_comparison(comparison: Comparison) -> str:
     """Return every row with the values of all runs and their differences from the first, and notes, as text.
 
-    Means come first, then classes, then subgroups in a table of their own.
+    Means come first, then classes, then subgroups, each in a table of their own: in the columns of a narrow screen, the
+    differences of the means are near their values.
     """
-    by_kind: dict[bool, list[MetricRow]] = {False: [], True: []}
+    by_kind: dict[int, list[MetricRow]] = {0: [], 1: [], 2: []}
     for known in _rows(comparison):
         for number, run in enumerate(comparison.runs):
-            rows = by_kind[bool(known.subgroup)]
+            rows = by_kind[row_order(known)]
             rows.append(_renamed(comparison.value(number, known.name), known.name, run.name))
             if number and known.name in comparison.differences[number - 1]:
                 rows.append(
