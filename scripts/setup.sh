@@ -30,7 +30,8 @@ os._exit(0)
 EOF
 }
 
-cores() { nproc 2>/dev/null || getconf _NPROCESSORS_ONLN; }
+# Cores of this process. nproc takes OMP_NUM_THREADS for a limit, which is that of a library's threads.
+cores() { env -u OMP_NUM_THREADS -u OMP_THREAD_LIMIT nproc 2>/dev/null || getconf _NPROCESSORS_ONLN; }
 
 has_gpu() { command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi >/dev/null 2>&1; }
 

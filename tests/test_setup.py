@@ -127,6 +127,16 @@ def test_recipes_run_on_one_rank_a_core(cores: int, gpu: bool, expected: int, tm
     assert done.stdout.splitlines() == [f"--standalone --nproc-per-node {expected} recipe.py tiny {threads}", "7"]
 
 
+def test_cores_do_not_depend_on_the_threads_of_libraries() -> None:
+    counts = set()
+    for threads in ("1", "7", None):
+        environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
+        environment |= {} if threads is None else {"OMP_NUM_THREADS": threads}
+        command = ["bash", "-ec", f"source {PROJECT}/scripts/setup.sh; cores"]
+        counts.add(subprocess.run(command, env=environment, check=True, capture_output=True, text=True).stdout)
+    assert counts == {f"{len(os.sched_getaffinity(0))}\n"}
+
+
 def test_quickstarts_train_on_all_cores() -> None:
     for name in ("quickstart.sh", "quickstart_vqa.sh", "quickstart_generation.sh"):
         lines = (PROJECT / "scripts" / name).read_text().splitlines()
