@@ -9,12 +9,12 @@ export HF_HUB_OFFLINE=1 NO_ALBUMENTATIONS_UPDATE=1 TOKENIZERS_PARALLELISM=false 
 .venv/bin/ruff check .
 .venv/bin/ruff format --check .
 # The type check runs beside the tests. A file of tests is one unit of work, in the order of tests/conftest.py: those with
-# slow tests first. One process more than cores, because some tests wait for processes of their own.
+# slow tests first.
 .venv/bin/mypy &
 types=$!
 trap 'kill "$types" 2>/dev/null || true' EXIT
 tests=0
-.venv/bin/python -m pytest --numprocesses "${MEDVL_TEST_PROCESSES:-$(($(cores) + 1))}" --dist loadfile --no-loadscope-reorder "$@" ||
+.venv/bin/python -m pytest --numprocesses "${MEDVL_TEST_PROCESSES:-auto}" --dist loadfile --no-loadscope-reorder "$@" ||
     tests=$?
 wait "$types"
 exit "$tests"
