@@ -1,5 +1,6 @@
 """Shared by all tests: no network, one thread a process, the folder of real data where there is one."""
 
+import gc
 import os
 import uuid
 from collections.abc import Iterator
@@ -33,6 +34,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Put the files with slow tests first: else one process runs the last of them while the others have ended."""
     slow = {item.path for item in items if item.get_closest_marker("slow")}
     items.sort(key=lambda item: item.path not in slow)
+
+
+def pytest_collection_finish() -> None:
+    """Leave what the imports have made to no garbage collection: each would take half a second, or copy it in a fork."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")

@@ -26,6 +26,7 @@ _SERVER.set_forkserver_preload(
         "torch.distributed.fsdp",
         "torch.nn.parallel.distributed",
         "transformers.models.bert.modeling_bert",
+        "helpers.frozen",
     ]
 )
 _FORK = multiprocessing.get_context("fork")

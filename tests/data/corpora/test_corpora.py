@@ -112,16 +112,11 @@ def test_mimic_invalid_label_raises(mimic_root: Path, deid: Deidentifier) -> Non
         mimic_cxr.plan(mimic_root, deid)
 
 
-@pytest.mark.parametrize(
-    ("damage", "expected"),
-    [(b"", ("missing", "dicom_id")), (b"not gzip", ("malformed",)), ("truncated", ("malformed",))],
-)
-def test_mimic_damaged_table_raises(
-    mimic_root: Path, deid: Deidentifier, damage: bytes | str, expected: tuple[str, ...]
-) -> None:
+@pytest.mark.parametrize("damage", [b"", b"not gzip", "truncated"])
+def test_mimic_damaged_table_raises(mimic_root: Path, deid: Deidentifier, damage: bytes | str) -> None:
     path = mimic_root / "mimic-cxr-2.0.0-metadata.csv.gz"
     path.write_bytes(path.read_bytes()[:40] if damage == "truncated" else damage)
-    with raises(CorpusError, *expected, names="metadata.csv.gz"):
+    with raises(CorpusError, "malformed", names="metadata.csv.gz"):
         mimic_cxr.plan(mimic_root, deid)
 
 
