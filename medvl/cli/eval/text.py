@@ -41,8 +41,8 @@ class FinetuneOptions:
     """batch sizes"""
     epochs: tuple[int, ...] = (20,)
     """numbers of epochs"""
-    seeds: int = 5
-    """fine-tunings with the chosen setting"""
+    seeds: int | None = None
+    """fine-tunings with the chosen setting; default that of the paper: ten for BIOSSES, PubMedQA, BioASQ, else five"""
     relation_form: Literal["dummies", "markers", "original"] = "dummies"
     """how a relation's text shows its two mentions"""
     relation_pool: Literal["first", "mentions", "starts"] = "first"

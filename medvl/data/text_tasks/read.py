@@ -16,8 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from medvl.common.untrusted import InputFolders, parse_json
-from medvl.data.text_tasks import releases
+from medvl.data.text_tasks import release_files
 from medvl.data.text_tasks.relations import RelationText, relation_text
+from medvl.data.text_tasks.release_tags import plain_tag, tagged_example
+from medvl.data.text_tasks.releases import inference_example, marked_example, read_release
 from medvl.data.text_tasks.tasks import SPLITS, TASKS, Split, TextExample, TextTask
 from medvl.errors import CorpusError
 
@@ -36,11 +38,11 @@ def read_text_task(root: Path | str, task: TextTask, relation_form: RelationText
     Raises CorpusError naming file, line and reason if the task is not there or a row is not as expected.
     """
     folder = _folder(Path(root), task)
-    compact = {split: path for split in SPLITS if (path := _compact_file(folder, split)) is not None}
+    compact = {split: path for split in SPLITS if (path := _compact_file(folder, split, task)) is not None}
     if compact:
         splits = {split: [_compact_row(task, row) for row in _json_lines(path)] for split, path in compact.items()}
     else:
-        splits = releases.read_release(folder, task)
+        splits = read_release(folder, task)
     if not any(splits.values()):
         message = f"{folder} holds no examples of {task.name}; see data_cards/blurb.md for its files"
         raise CorpusError(message, "not_found", field="data")
@@ -69,8 +71,10 @@ def _folder(root: Path, task: TextTask) -> Path:
     )
 
 
-def _compact_file(folder: Path, split: Split) -> Path | None:
-    names = (f"{split}.jsonl.gz", f"{split}.jsonl", f"blurb-{split}.jsonl.gz")
+def _compact_file(folder: Path, split: Split, task: TextTask) -> Path | None:
+    names = [f"{task.compact_prefix}{split}.jsonl.gz", f"{task.compact_prefix}{split}.jsonl"]
+    if folder.name == task.name:
+        names += [f"{split}.jsonl.gz", f"{split}.jsonl"]
     return next((folder / name for name in names if (folder / name).is_file()), None)
 
 
@@ -83,8 +87,8 @@ def _json_lines(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
             lines = io.TextIOWrapper(plain, encoding="utf-8")
             while line := lines.readline(_LINE_LIMIT):
                 number, characters = number + 1, characters + len(line)
-                if characters > releases.MAX_FILE_BYTES:
-                    limit = f"expected at most {releases.MAX_FILE_BYTES} characters"
+                if characters > release_files.MAX_FILE_BYTES:
+                    limit = f"expected at most {release_files.MAX_FILE_BYTES} characters"
                     raise CorpusError(f"{path}: {limit}; split the task's data", "too_large", field="data")
                 if line.strip():
                     row = parse_json(line)
@@ -108,8 +112,8 @@ def _compact_row(task: TextTask, placed: tuple[str, Mapping[str, Any]]) -> TextE
 
 def _tagged(task: TextTask, row: Mapping[str, Any]) -> TextExample:
     words = tuple(str(word) for word in row["tokens"])
-    tags = tuple(releases.plain_tag(str(tag), task) for tag in row["tags"])
-    return releases.tagged_example(str(row["id"]), str(row.get("doc") or row["id"]), words, tags)
+    tags = tuple(plain_tag(str(tag), task) for tag in row["tags"])
+    return tagged_example(str(row["id"]), str(row.get("doc") or row["id"]), words, tags)
 
 
 def _related(task: TextTask, row: Mapping[str, Any]) -> TextExample:
@@ -134,7 +138,9 @@ def _document(task: TextTask, row: Mapping[str, Any]) -> TextExample:
 
 def _answered(task: TextTask, row: Mapping[str, Any]) -> TextExample:
     if "sentence1" in row:
-        return releases.inference_example(row)
+        return inference_example(row)
+    if "marked" in row:
+        return marked_example(str(row["id"]), row)
     context = row["context"]
     context = context if isinstance(context, str) else " ".join(map(str, context))
     texts = (str(row["question"]), context)

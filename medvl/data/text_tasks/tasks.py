@@ -1,7 +1,9 @@
 """The data sets of `medvl eval text`: kind of task, labels, metric and sizes.
 
-The thirteen of BLURB (Gu et al. 2021, Tables 2 and 3), MedNLI and RadNLI (inference between two sentences), clinical
-semantic similarity (MedSTS and its successors), and the findings of Open-i's reports by people (NegBio's labels).
+The thirteen of BLURB (Gu et al. 2021, Tables 2 and 3), ChemProt as SciBERT has it (thirteen types of relations, only
+pairs that have one, so that the micro F1 of its paper is the accuracy), MedNLI and RadNLI (inference between two
+sentences), clinical semantic similarity (MedSTS and its successors), and the findings of Open-i's reports by people
+(NegBio's labels).
 """
 
 import dataclasses
@@ -56,6 +58,10 @@ class TextTask:
     """BLURB's train, dev and test counts: mentions, labelled words or examples (Table 3 of the paper)."""
     left_out: tuple[str, ...] = ()
     """Labels whose examples are left out: "None", an interaction without a type (one training pair of DDI)."""
+    compact_prefix: str = ""
+    """Start of the names of compact files where two tasks share a folder."""
+    seeds: int = 5
+    """Fine-tunings of the paper: ten for the three smallest sets of BLURB."""
     evaluation_only: str = ""
     """Task whose training and dev examples are used, for a set that has a test split only."""
 
@@ -82,6 +88,11 @@ _HALLMARKS = (
     "resisting cell death",
     "sustaining proliferative signaling",
     "tumor promoting inflammation",
+)
+_RELATIONS = (
+    *("ACTIVATOR", "AGONIST", "AGONIST-ACTIVATOR", "AGONIST-INHIBITOR", "ANTAGONIST", "DOWNREGULATOR"),
+    *("INDIRECT-DOWNREGULATOR", "INDIRECT-UPREGULATOR", "INHIBITOR", "PRODUCT-OF", "SUBSTRATE"),
+    *("SUBSTRATE_PRODUCT-OF", "UPREGULATOR"),
 )
 _FINDINGS = (
     *("Atelectasis", "Cardiomegaly", "Effusion", "Infiltration", "Mass", "Nodule", "Pneumonia", "Pneumothorax"),
@@ -117,7 +128,16 @@ TASKS: Mapping[str, TextTask] = {
             max_tokens=256,
             dummies=("@CHEMICAL$", "@GENE$", "@CHEM-GENE$"),
             released_as="ChemProt_Corpus",
+            compact_prefix="blurb-",
             counts=(18035, 11268, 15745),
+        ),
+        TextTask(
+            name="chemprot-scibert",
+            kind="answers",
+            labels=_RELATIONS,
+            max_tokens=256,
+            released_as="chemprot",
+            compact_prefix="scibert-",
         ),
         TextTask(
             name="ddi",
@@ -132,7 +152,7 @@ TASKS: Mapping[str, TextTask] = {
         TextTask(
             name="gad", kind="relations", labels=("0", "1"), max_tokens=128, released_as="GAD", counts=(4261, 535, 534)
         ),
-        TextTask(name="biosses", kind="similarity", released_as="BIOSSES", counts=(64, 16, 20)),
+        TextTask(name="biosses", kind="similarity", released_as="BIOSSES", counts=(64, 16, 20), seeds=10),
         TextTask(name="hoc", kind="documents", labels=_HALLMARKS, released_as="HoC", counts=(1295, 186, 371)),
         TextTask(
             name="pubmedqa",
@@ -140,8 +160,16 @@ TASKS: Mapping[str, TextTask] = {
             labels=("yes", "no", "maybe"),
             released_as="pubmedqa",
             counts=(450, 50, 500),
+            seeds=10,
         ),
-        TextTask(name="bioasq", kind="answers", labels=("yes", "no"), released_as="BioASQ", counts=(670, 75, 140)),
+        TextTask(
+            name="bioasq",
+            kind="answers",
+            labels=("yes", "no"),
+            released_as="BioASQ",
+            counts=(670, 75, 140),
+            seeds=10,
+        ),
         TextTask(name="mednli", kind="answers", labels=_INFERENCE, max_tokens=128),
         TextTask(name="radnli", kind="answers", labels=_INFERENCE, max_tokens=128, evaluation_only="mednli"),
         TextTask(name="medsts", kind="similarity", max_tokens=128),

@@ -60,7 +60,8 @@ class TextTaskOptions:
     """Settings of the evaluation."""
 
     grid: FinetuneGrid = dataclasses.field(default_factory=FinetuneGrid)
-    seeds: int = 5
+    seeds: int | None = None
+    """fine-tunings with the chosen setting; None for the task's number, `TextTask.seeds`"""
     relation_form: RelationText = "dummies"
     relation_pool: TextPool = "first"
     train_limit: int | None = None
@@ -70,7 +71,7 @@ class TextTaskOptions:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if self.seeds < 1 or (self.train_limit is not None and self.train_limit < 1):
+        if any(number is not None and number < 1 for number in (self.seeds, self.train_limit)):
             raise ConfigError("seeds and train_limit must be at least 1", "out_of_range", field="seeds")
         if self.relation_pool == "tokens":
             raise ConfigError("relations are read from the first token, mentions or starts", "unknown_name")
@@ -133,7 +134,7 @@ def evaluate_text_tasks(
         encoder: fine-tuned on each task.
         root: folder with the data, see `medvl.data.text_tasks.read`.
         tasks: names from `medvl.data.text_tasks.tasks.TASKS`.
-        options: settings; default: the paper's grid and five seeds.
+        options: settings; default: the paper's grid and numbers of seeds.
         other: a second encoder with the same settings and seeds, for rows of differences: the same encoder with random
             weights, say.
         device: where to train.
@@ -255,7 +256,7 @@ def _run(
         return predicted, metric
 
     settings, dev = _chosen(list(options.grid), lambda each: score(each, options.seed, "dev")[1]())
-    scored = [score(settings, options.seed + number, "test") for number in range(options.seeds)]
+    scored = [score(settings, options.seed + number, "test") for number in range(options.seeds or task.seeds)]
     predictions, metrics = zip(*scored, strict=True)
     return TaskRun(settings=settings, dev=dev, predictions=predictions, metrics=metrics, cut=encoded["test"].cut)
 
@@ -294,9 +295,9 @@ def _rows(
         groups.append(difference(run.metrics, other.metrics, row(f"{task.name} - other encoder")))
     documents = [example.document for example in test]
     rows = list(measure(groups, len(test), resamples=options.resamples, seed=options.seed, groups=documents))
-    if options.seeds > 1:
+    if len(run.metrics) > 1:
         spread = statistics.stdev(metric() for metric in run.metrics)
-        rows.append(MetricRow(metric=f"{task.metric}_sd", target=task.name, n=options.seeds, value=spread))
+        rows.append(MetricRow(metric=f"{task.metric}_sd", target=task.name, n=len(run.metrics), value=spread))
     return rows
 
 

@@ -36,6 +36,7 @@ def write_text_page(result: TextTaskResult, path: str | Path, header: PageHeader
         examples: mistakes shown for each task; 0 for none, such as for texts that may not be shared.
     """
     results, tasks = result.results, list(result.runs)
+    seeds = " or ".join(map(str, sorted({len(run.metrics) for run in result.runs.values()})))
     headlines = [headline(f"{name}, {_NAMES[TASKS[name].metric]}", _main_row(result, name)) for name in tasks[:3]]
     headlines = [headline(row.target, row) for row in _aggregate(result)[:1]] + headlines
     sections: list[Section] = [_score_table(result), _settings_table(result)]
@@ -43,7 +44,7 @@ def write_text_page(result: TextTaskResult, path: str | Path, header: PageHeader
         sections.append(_mistakes(result, examples))
     page = Page(
         title=f"Text tasks: {header.model}",
-        subtitle=f"{header.data}: {len(tasks)} tasks, {results.config['seeds']} seeds each",
+        subtitle=f"{header.data}: {len(tasks)} tasks, {seeds} seeds each",
         headlines=headlines,
         facts=header_facts(results, header, units="documents"),
         sections=sections,

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from helpers.errors import raises
 
-from medvl.data.text_tasks import releases
+from medvl.data.text_tasks import release_files
 from medvl.data.text_tasks.read import available_tasks, read_text_task
 from medvl.data.text_tasks.relations import RelationText, relation_text
 from medvl.data.text_tasks.tasks import TASKS, TextExample
@@ -143,6 +143,28 @@ def test_releases_of_relations(tmp_path: Path) -> None:
     assert [pair.label for pair in read_text_task(tmp_path, TASKS["chemprot"])["train"]] == ["false"]
 
 
+def test_chemprot_of_scibert_is_a_task_beside_that_of_blurb(tmp_path: Path) -> None:
+    """Compact files of both share a folder; the release has JSON lines."""
+    text, task = "<< Zinc >> blocks [[ XYZ1 ]].", TASKS["chemprot-scibert"]
+    row = {"id": "c-0", "marked": text, "relation": "INHIBITOR", "group": "CPR:4"}
+    write_rows(tmp_path / "chemprot/scibert-train.jsonl.gz", row)
+    write_rows(tmp_path / "chemprot/blurb-dev.jsonl.gz", {"id": "1.T1.T2", "doc": "1", "dummy": "a", "label": "false"})
+    (example,) = read_text_task(tmp_path, task)["train"]
+    assert (example.key, example.texts, example.label) == ("c-0", (text,), "INHIBITOR")
+    assert set(read_text_task(tmp_path, TASKS["chemprot"])) == {"dev"}
+    release = json.dumps({"text": text, "label": "AGONIST", "metadata": []}) + "\n"
+    write(tmp_path / "chemprot-scibert/test.txt", release * 2)
+    assert [row.label for row in read_text_task(tmp_path, task)["test"]] == ["AGONIST", "AGONIST"]
+    write(tmp_path / "chemprot-scibert/test.txt", release + json.dumps({"text": text, "label": "CPR:4"}))
+    with raises(CorpusError, "unknown_name", "label", names="CPR:4"):
+        read_text_task(tmp_path, task)
+    write_rows(tmp_path / "chemprot/train.jsonl.gz", {"id": "1", "dummy": "a", "label": "CPR:4"})
+    (tmp_path / "chemprot/scibert-train.jsonl.gz").unlink()
+    (tmp_path / "chemprot-scibert/test.txt").unlink()
+    with raises(CorpusError, "not_found", "data"):  # the compact ChemProt is not SciBERT's
+        read_text_task(tmp_path, task)
+
+
 def test_releases_of_documents_and_questions(tmp_path: Path) -> None:
     write(tmp_path / "HoC/text/1.txt", "First.\nSecond.\n")
     labels = "< <Resisting cell death--Apoptosis AND Inducing angiogenesis<NULL "
@@ -179,6 +201,72 @@ def test_releases_of_similar_sentences(tmp_path: Path) -> None:
     write(tmp_path / "BIOSSES/test.tsv", "score\tfirst\tsecond\n1.5\te\tf\n")
     with raises(CorpusError, "malformed", "data"):
         read_text_task(tmp_path, TASKS["biosses"])
+    write(tmp_path / "medsts/clinicalSTS.test.txt", "g\th\ni\tj\n")
+    gold = write(tmp_path / "medsts/clinicalSTS.test.gs.sim.txt", "0.5\n4\n")
+    assert [row.label for row in read_text_task(tmp_path, TASKS["medsts"])["test"]] == [0.5, 4.0]
+    gold.write_text("0.5\n")
+    with raises(CorpusError, "mismatch", "data", names="2 pairs"):
+        read_text_task(tmp_path, TASKS["medsts"])
+    gold.write_text("0.5\nnone\n")
+    with raises(CorpusError, "malformed", "data", names=f"{gold}, line 2"):
+        read_text_task(tmp_path, TASKS["medsts"])
+
+
+_LISTS = {
+    "ddi": ("DDICorpus", "files", "a.xml"),
+    "hoc": ("HoC", "pmid", "1"),
+    "bioasq": ("BioASQ", "id", "q"),
+    "ebm-pico": ("ebm_nlp_2_00", "pmid", "1"),
+}
+_TEXT = "Secret words"
+
+
+@pytest.mark.parametrize(
+    ("name", "files", "place"),
+    [
+        ("bc2gm", {"BC2GM-IOB/train.tsv": f"a\tO\n\n{_TEXT.split()[0]}\n"}, "train.tsv, line 3"),
+        ("jnlpba", {"JNLPBA/Genia4ERtask2.iob2": "a\tO\nb\n"}, "Genia4ERtask2.iob2, line 2"),
+        (
+            "ebm-pico",
+            {
+                "ebm_nlp_2_00/documents/1.tokens": _TEXT,
+                "ebm_nlp_2_00/annotations/aggregated/starting_spans/outcomes/train/1.AGGREGATED.ann": "0",
+            },
+            "1.AGGREGATED.ann, 1 marks for 2 words of 1.tokens",
+        ),
+        ("gad", {"GAD/train.tsv": f"a\t1\n{_TEXT}\n"}, "train.tsv, line 2"),
+        ("biosses", {"BIOSSES/dev.tsv": f"a\tb\t1\na\tb\t{_TEXT}\n"}, "dev.tsv, line 2"),
+        ("medsts", {"medsts/x.test.txt": f"a\tb\t1\n\n{_TEXT}\n"}, "x.test.txt, line 3"),
+        ("mednli", {"mednli/mli_dev_v1.jsonl": json.dumps({"sentence1": _TEXT})}, "mli_dev_v1.jsonl, line 1"),
+        ("mednli", {"mednli/mli_dev_v1.jsonl": f'\n{{"{_TEXT}'}, "mli_dev_v1.jsonl, line 2"),
+        ("pubmedqa", {"pubmedqa/test_set.json": json.dumps({"7": {"QUESTION": _TEXT}})}, "test_set.json, entry 7"),
+        ("pubmedqa", {"pubmedqa/test_set.json": "[]"}, "test_set.json"),
+        ("bioasq", {"BioASQ/a.json": json.dumps({"questions": [{"type": "list"}, {}]})}, "a.json, question 2"),
+        ("ddi", {"DDICorpus/a.xml": '<document><sentence text="a"/><sentence/></document>'}, "a.xml, sentence 2"),
+        ("ddi", {"DDICorpus/a.xml": f"<document>{_TEXT}"}, "a.xml"),
+        (
+            "chemprot",
+            {
+                "ChemProt_Corpus/chemprot_test_abstracts.tsv": "1\ta\tb\n",
+                "ChemProt_Corpus/chemprot_test_entities.tsv": f"1\tT1\tGENE-Y\t0\t{_TEXT}\n",
+            },
+            "chemprot_test_entities.tsv, line 1",
+        ),
+        ("chemprot-scibert", {"chemprot-scibert/train.txt": f'{{"text": "{_TEXT}"}}'}, "train.txt, line 1"),
+    ],
+)
+def test_damaged_rows_of_releases_are_named_and_not_quoted(
+    tmp_path: Path, name: str, files: dict[str, str], place: str
+) -> None:
+    for file, content in files.items():
+        write(tmp_path / file, content)
+    if name in _LISTS:
+        folder, kind, listed = _LISTS[name]
+        for split in ("train", "dev", "test"):
+            write(tmp_path / folder / f"{split}_{kind}.tsv", listed if split == "train" else "")
+    with raises(CorpusError, "malformed", "data", names=place) as caught:
+        read_text_task(tmp_path, TASKS[name])
+    assert "Secret" not in str(caught.value)
 
 
 def test_files_outside_of_a_release_and_endless_ones_are_not_read(
@@ -204,7 +292,7 @@ def test_files_outside_of_a_release_and_endless_ones_are_not_read(
         write(root / "train_files.tsv", name)
         with raises(CorpusError, code, None if code in ("outside_folder", "not_a_file") else "data"):
             read_text_task(root.parent, TASKS["ddi"])
-    monkeypatch.setattr(releases, "MAX_FILE_BYTES", 40)
+    monkeypatch.setattr(release_files, "MAX_FILE_BYTES", 40)
     with raises(CorpusError, "too_large"):
         read_text_task(root.parent, TASKS["ddi"])
     compact = tmp_path / "data/gad/train.jsonl.gz"
@@ -256,6 +344,8 @@ def test_counts_are_those_of_the_paper(real_data: Path) -> None:
         if name == "ddi":
             counts[0] += 1  # the interaction without a type is left out
         assert tuple(counts) == task.counts, name
+    positives = read_text_task(real_data / "blurb", TASKS["chemprot-scibert"])
+    assert [len(positives[split]) for split in ("train", "dev", "test")] == [4169, 2427, 3469]
 
 
 @pytest.mark.real
