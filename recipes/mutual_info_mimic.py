@@ -12,7 +12,8 @@ scratch; ClinicalBERT is not on the hub, so give its folder: `--model.text-weigh
 of negatives, and larger batches cost little here (`--train.global-batch`).
 
 Preset `tiny`: global and local part with the InfoNCE bound, the encoders, text, augmentation and schedule of
-`recipes/convirt_mimic.py tiny`, one rate for both encoders.
+`recipes/convirt_mimic.py tiny`, one rate for both encoders; the text vector is the maximum over tokens, because the text
+encoder starts from random weights.
 """
 
 import dataclasses
@@ -48,6 +49,7 @@ tiny = quickstart.zero_shot_recipe(
         fit="squash",
         attention_dropout=0.0,
         max_tokens=48,
+        text_pool="max",
         bound="info_nce",
         critic_hidden=(256, 128),
         local_weight=1.0,

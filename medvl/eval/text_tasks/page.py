@@ -44,7 +44,7 @@ def write_text_page(result: TextTaskResult, path: str | Path, header: PageHeader
         sections.append(_mistakes(result, examples))
     page = Page(
         title=f"Text tasks: {header.model}",
-        subtitle=f"{header.data}: {len(tasks)} tasks, {seeds} seeds each",
+        subtitle=f"{header.data}; tasks: {len(tasks)}, seeds: {seeds}",
         headlines=headlines,
         facts=header_facts(results, header, units="documents"),
         sections=sections,

@@ -23,14 +23,16 @@ from medvl.schema import Embeddings, Inputs, Losses
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MutualInfoConfig(BertDualConfig):
-    """Settings of the released code, which has the global part only. Its text vector is the output of BERT's pooler;
-    here it is the state of [CLS], as in the paper. `projection_dim` has no effect."""
+    """Settings of the released code, which has the global part only and takes the output of BERT's pooler, not [CLS] as
+    the paper. `projection_dim` has no effect."""
 
     image_encoder: str = "resnet256"
     image_size: int = 256
     image_channels: int = 1
     text_encoder: str = "clinicalbert"
     max_tokens: int = 320
+    text_pool: Literal["cls", "max"] = "cls"
+    """Text vector: the state of [CLS], almost the same for all texts under random weights, or the maximum over tokens."""
     bound: Literal["dv", "info_nce"] = "dv"
     """Bound of the mutual information. InfoNCE has the positive in its sum; without it, as in the released code, its
     gradient is that of Donsker-Varadhan ("dv")."""
@@ -49,6 +51,7 @@ class MutualInfoConfig(BertDualConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_choice(self, "bound", ("dv", "info_nce"))
+        check_choice(self, "text_pool", ("cls", "max"))
         check_within(self, "(0, inf)", "text_lr_mult")
         check_weights(self, "global_weight", "local_weight")
 
@@ -75,7 +78,7 @@ class MutualInfo(SentenceDualEncoder):
     @classmethod
     def encoder_arguments(cls, config: MutualInfoConfig) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
         """See the base class."""
-        return {"in_channels": config.image_channels, "patch_level": config.patch_level}, {"pool": "cls"}
+        return {"in_channels": config.image_channels, "patch_level": config.patch_level}, {"pool": config.text_pool}
 
     @classmethod
     def make_heads(cls, config: MutualInfoConfig, image: ImageEncoder, text: TextEncoder) -> dict[str, nn.Module]:
