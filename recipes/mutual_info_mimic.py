@@ -12,8 +12,8 @@ scratch; ClinicalBERT is not on the hub, so give its folder: `--model.text-weigh
 of negatives, and larger batches cost little here (`--train.global-batch`).
 
 Preset `tiny`: global and local part with the InfoNCE bound, the encoders, text, augmentation and schedule of
-`recipes/convirt_mimic.py tiny`, one rate for both encoders; the text vector is the maximum over tokens, because the text
-encoder starts from random weights.
+`recipes/convirt_mimic.py tiny`, one rate for both encoders; the text vector is the maximum over tokens, because the
+text encoder starts from random weights.
 """
 
 import dataclasses

@@ -32,7 +32,7 @@ class MutualInfoConfig(BertDualConfig):
     text_encoder: str = "clinicalbert"
     max_tokens: int = 320
     text_pool: Literal["cls", "max"] = "cls"
-    """Text vector: the state of [CLS], almost the same for all texts under random weights, or the maximum over tokens."""
+    """Text vector: the state of [CLS], which random weights make almost equal, or the maximum over tokens."""
     bound: Literal["dv", "info_nce"] = "dv"
     """Bound of the mutual information. InfoNCE has the positive in its sum; without it, as in the released code, its
     gradient is that of Donsker-Varadhan ("dv")."""
