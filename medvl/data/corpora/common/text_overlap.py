@@ -175,7 +175,7 @@ def _parse(data: str, where: str) -> Any:
 
 
 def _strings(value: Any) -> Iterator[str]:
-    """Yield the strings of a JSON value; a list of strings is one text, and its strings are texts too."""
+    """Yield the strings of a JSON value; a list of strings is one text."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping):
