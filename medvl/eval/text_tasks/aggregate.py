@@ -29,9 +29,9 @@ class ScoredTask:
 
 
 def score_rows(tasks: Mapping[str, ScoredTask], *, resamples: int, seed: int) -> list[MetricRow]:
-    """Return the rows "blurb", none if no task is of BLURB; the target names the sets that are left out."""
+    """Return the rows "blurb", none for fewer than two tasks of BLURB; the target names the sets that are left out."""
     score = blurb_score(dict.fromkeys(tasks, 0.0))
-    if score is None:
+    if score is None or score.tasks < 2:
         return []
     counted = sum(len(task.documents) for task in tasks.values())
     own_R = _scores({name: task.metrics for name, task in tasks.items()}, tasks, resamples, seed)

@@ -14,6 +14,8 @@ class BlurbScore:
     value: float
     groups: tuple[float, ...]
     """Mean of each group that has a score."""
+    tasks: int
+    """Number of sets with a score."""
     missing: tuple[str, ...]
     """Sets without a score, in BLURB's order."""
 
@@ -34,4 +36,4 @@ def blurb_score(scores: Mapping[str, float]) -> BlurbScore | None:
     if not groups:
         return None
     missing = tuple(name for group in BLURB for name in group if name not in scores)
-    return BlurbScore(statistics.fmean(groups), groups, missing)
+    return BlurbScore(statistics.fmean(groups), groups, sum(map(len, present)), missing)

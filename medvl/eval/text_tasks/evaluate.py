@@ -102,6 +102,8 @@ class TextTaskResult:
     results: Results
     examples: Mapping[str, Sequence[TextExample]]
     runs: Mapping[str, TaskRun]
+    others: Mapping[str, TaskRun]
+    """Runs of the second encoder, none without one."""
     baselines: Mapping[str, Mapping[str, Predicted]]
 
     def predictions(self) -> Iterator[Mapping[str, Any]]:
@@ -151,13 +153,16 @@ def evaluate_text_tasks(
     rows: list[MetricRow] = []
     examples: dict[str, Sequence[TextExample]] = {}
     runs: dict[str, TaskRun] = {}
+    others: dict[str, TaskRun] = {}
     scored: dict[str, ScoredTask] = {}
     without: dict[str, Mapping[str, Predicted]] = {}
     for name in tasks:
         task, splits = TASKS[name], splits_of[name]
         examples[name] = splits["test"]
         runs[name] = _run(encoder, task, splits, options, torch.device(device), report)
-        second = None if other is None else _run(other, task, splits, options, torch.device(device), report)
+        if other is not None:
+            others[name] = _run(other, task, splits, options, torch.device(device), report)
+        second = others.get(name)
         without[name] = baselines(task, splits["train"], splits["test"])
         rows += _rows(task, splits["test"], runs[name], second, without[name], options)
         scored[name] = ScoredTask(
@@ -173,9 +178,9 @@ def evaluate_text_tasks(
         rows=tuple(rows),
         config={"tasks": list(tasks), **options.described(), "other": other and other.name},
         inputs={"checkpoint": encoder.sha256, "other": None if other is None else other.sha256},
-        details={name: _details(TASKS[name], run) for name, run in runs.items()},
+        details={name: _details(TASKS[name], run, others.get(name)) for name, run in runs.items()},
     )
-    return TextTaskResult(results=results, examples=examples, runs=runs, baselines=without)
+    return TextTaskResult(results=results, examples=examples, runs=runs, others=others, baselines=without)
 
 
 def complete_tasks(root: Path | str, options: TextTaskOptions) -> tuple[list[str], dict[str, str]]:
@@ -309,11 +314,12 @@ def _defined(value: float) -> float:
     return value if value == value else -1.0
 
 
-def _details(task: TextTask, run: TaskRun) -> Mapping[str, Any]:
-    return {
+def _details(task: TextTask, run: TaskRun, other: TaskRun | None = None) -> Mapping[str, Any]:
+    described = {
         "metric": task.metric,
         "settings": dataclasses.asdict(run.settings),
         "dev": run.dev,
         "seeds": [metric() for metric in run.metrics],
         "truncated_test_words": run.cut,
     }
+    return described if other is None else {**described, "other": _details(task, other)}

@@ -81,11 +81,13 @@ def _score_table(result: TextTaskResult) -> Table:
 
 def _settings_table(result: TextTaskResult) -> Table:
     rows: list[Sequence[Cell | str]] = []
-    for name, run in result.runs.items():
-        seeds = ", ".join(f"{metric():.3f}" for metric in run.metrics)
-        dev = "not searched" if run.dev is None else f"{run.dev:.3f}"
-        settings = run.settings
-        rows.append([name, f"{settings.lr:g}", str(settings.batch), str(settings.epochs), dev, seeds])
+    for name in result.runs:
+        for shown, run in ((name, result.runs[name]), ("  other encoder", result.others.get(name))):
+            if run is not None:
+                seeds = ", ".join(f"{metric():.3f}" for metric in run.metrics)
+                dev = "not searched" if run.dev is None else f"{run.dev:.3f}"
+                settings = run.settings
+                rows.append([shown, f"{settings.lr:g}", str(settings.batch), str(settings.epochs), dev, seeds])
     return Table(
         title="Fine-tuning",
         columns=["", "Learning rate", "Batch", "Epochs", "Dev", "Test by seed"],

@@ -286,6 +286,7 @@ def test_command_writes_results_and_a_page(
     assert fits[0].startswith("bc5-chem, hf:bert, random weights, lr 0.001, batch ")
     results = read_results(out)
     assert results.details["gad"]["settings"]["lr"] in (1e-3, 3e-3)
+    assert results.details["gad"]["other"] == {k: v for k, v in results.details["gad"].items() if k != "other"}
     assert results.row("micro_f1", "gad: bag of words").value == 1.0
     assert results.row("entity_f1", "bc5-chem - other encoder").value == pytest.approx(0)  # both have random weights
     score, of_other, difference = [row for row in results.rows if row.metric == "blurb"]
@@ -323,9 +324,10 @@ def test_the_aggregate_has_intervals_and_a_paired_difference() -> None:
     }
     spread = np.sqrt((by_document["pubmedqa"] + by_document["bioasq"]) / 16 + by_document["gad"] / 4)
     assert (score.high - score.low) / 2 == pytest.approx(1.96 * spread, rel=0.08)
-    (unlike,) = score_rows({"mednli": tasks["gad"], "gad": tasks["gad"]}, resamples=0, seed=0)[:1]
+    (unlike,) = score_rows({"mednli": tasks["gad"], "gad": tasks["gad"], "ddi": tasks["gad"]}, resamples=0, seed=0)[:1]
     assert np.isnan(unlike.low)
-    assert score_rows({"mednli": tasks["gad"]}, resamples=10, seed=0) == []
+    for alone in ({"mednli": tasks["gad"]}, {"mednli": tasks["gad"], "gad": tasks["gad"]}):  # the mean of one task
+        assert score_rows(alone, resamples=10, seed=0) == []
 
 
 def test_two_encoders_are_paired_in_every_task(tmp_path: Path) -> None:
@@ -347,7 +349,7 @@ def test_two_encoders_are_paired_in_every_task(tmp_path: Path) -> None:
         results = Results(
             protocol="text_tasks", protocol_version=1, rows=tuple(groups), config={}, inputs={"checkpoint": folder}
         )
-        result = TextTaskResult(results=results, examples=rows, runs=runs, baselines={})
+        result = TextTaskResult(results=results, examples=rows, runs=runs, others={}, baselines={})
         write_results(results, tmp_path / folder, result.predictions())
     ((_, found),) = find_runs([tmp_path / "right", tmp_path / "worse"]).items()
     comparison = compare(found, resamples=100)
