@@ -41,6 +41,8 @@ _SEEN = (
     "(?:seen|present|identified|visible|visualized|demonstrated|apparent|noted|appreciated|evident|detected|found"
     "|observed|shown|recognized)"
 )
+NEGATIVE_OF = "(?:(?:absence|resolution|removal|clearing|exclusion|lack|free|clear|cleared) of|negative for)"
+"""Words with an object that make it negative."""
 
 PSEUDO_CUES: Table = (
     "(?:no|not|without) ~ (?:chang*|progress*|improv*|worse*|better|decreas*|grow*|different|larger|bigger|smaller)",
@@ -124,9 +126,8 @@ CUES: tuple[CueTable, ...] = (
         value=NEGATIVE,
         side="before",
         entries=(
-            "(?:no|not|nor|neither|without|w/o|never)", "negative for", "(?:free|clear|cleared) (?:of|from)",
-            "(?:absence|resolution|removal|clearing|exclusion|lack) of", "rather than", "excludes",
-            "fail* to (?:show|demonstrate|reveal)",
+            "(?:no|not|nor|neither|without|w/o|never)", NEGATIVE_OF, "(?:free|clear|cleared) from", "rather than",
+            "excludes", "fail* to (?:show|demonstrate|reveal)",
         ),
     ),
     CueTable(value=None, side="before", entries=("history of", "h/o", "(?:treatment|treated|therapy) (?:for|of)")),
@@ -142,7 +143,7 @@ CLAUSE_ENDS: Table = (
 _SIZES = "tiny|small|mild|moderate|large|severe|minimal|trace|mildly|moderately|severely"
 CLAUSE_OPENERS: Table = (
     "(?:there|the|a|an|with|again|stable|unchanged|persistent|new|residual|interval|placement|insertion)",
-    f"(?:{_SIZES}|left|right|bilateral|bibasilar)",
+    f"(?:{_SIZES}|left|right|bilateral|bibasilar|worsen(?:ing|ed)|increas(?:ing|ed)|improv(?:ing|ed))",
 )
 """Words that open a clause after a comma, unless an "or" makes it a list."""
 

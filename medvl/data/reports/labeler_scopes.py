@@ -31,7 +31,7 @@ _SEPARATOR = re.compile(
     )
 )
 _ABBREVIATION = re.compile(r"\((\w+)\)")
-_NEGATION = re.compile(r"\b(?:no|not|nor|neither|without)\b")
+_NEGATION = re.compile(rf"\b(?:no|not|nor|neither|without|{tables.NEGATIVE_OF})\b")
 _NEAR_COMMA = re.compile(r"(?: \w{1,20})?,")
 _AFTER_COMMA = "(?:, (?:which |that |now |since )*)?"
 
