@@ -171,6 +171,14 @@ class Model(nn.Module):
         self.logit_scale = nn.Parameter(torch.tensor(2.6))
 
 
+def test_models_without_a_grouping_have_their_stages_as_layers() -> None:
+    encoder = create_image_encoder("timm:poolformer_s12")
+    layers = encoder.parameter_layers()
+    assert [group[0].split(".")[1:3] for group in layers[1:5]] == [["stages", str(index)] for index in range(4)]
+    assert sorted(name for group in layers for name in group) == sorted(dict(encoder.named_parameters()))
+    assert len(layers) == 6
+
+
 def test_every_trainable_parameter_is_in_one_group() -> None:
     model = Model()
     freeze_layers(model.text_encoder, 1)

@@ -225,6 +225,11 @@ def test_open_clip_resnet_attention_pooling_matches_the_library() -> None:
 OTHER_MODELS: dict[str, dict[str, Any]] = {
     "attentional pooler over the tokens (CoCa)": {"width": 64, "layers": 1, "attentional_pool": True},
     "timm trunk, MLP": {"timm_model_name": "convnext_atto", "timm_pool": "avg", "timm_proj": "mlp"},
+    "timm trunk whose classifier projects (EVA, MobileCLIP)": {
+        "timm_model_name": "vit_tiny_patch16_224",
+        "timm_pool": "token",
+        "timm_proj": None,
+    },
     "timm trunk, attention over its map": {"timm_model_name": "resnet10t", "timm_pool": "abs_attn", "timm_proj": ""},
     "timm trunk that pools by attention (SigLIP)": {
         "timm_model_name": "vit_tiny_patch16_224",
@@ -247,6 +252,7 @@ def test_other_open_clip_models_match_the_library(kind: str, projection: bool) -
     assert features.pooled_BD.shape == (1, encoder.feature_dim)
     if projection:
         width = arguments.pop("embed_dim")
+        assert encoder.feature_dim == width
         reference = open_clip.CustomTextCLIP(width, arguments, {**SMALL_TEXT, "heads": 1}).eval().visual
         reference.load_state_dict(encoder.backbone.state_dict(), strict=True)
         torch.testing.assert_close(features.pooled_BD, reference(image(1, side=224)), rtol=1e-4, atol=1e-5)
@@ -370,12 +376,26 @@ def test_names_are_searched_library_by_library() -> None:
         ("clip_vit_b32", {"projection": True, "pool": "avg"}, "conflict", "pool"),
         ("torchvision:squeezenet1_0", {}, "unsupported", None),
         ("torchvision:resnet18", {"depth": 3}, "out_of_range", None),
+        ("torchvision:vit_b_16", {"image_size": 20}, "out_of_range", None),
+        ("densenet121", {"image_size": 16}, "out_of_range", "image_size"),
         ("torchvision:resnet18", {"patch_level": -5}, "out_of_range", "patch_level"),
     ],
 )
 def test_invalid_settings_raise(name: str, options: dict[str, Any], code: str, field: str | None) -> None:
     with raises(ConfigError, code, field):
         create_image_encoder(name, **options)
+
+
+def test_stages_without_a_norm_of_their_own() -> None:
+    """Hiera's final norm follows the pooling."""
+    encoder = make_encoder("timm:hiera_tiny_224", embed_dim=16, num_heads=1, stages=(1, 1, 1, 1))
+    features = encoder(image(side=224))
+    assert features.patches_BPD.shape == (2, 49, encoder.patch_dim)
+    net = encoder.backbone
+    expected = net.forward_head(net.forward_features(image(side=224)), pre_logits=True)
+    torch.testing.assert_close(features.pooled_BD, expected)
+    normalized = net.head.norm(features.patches_BPD.mean(dim=1))
+    torch.testing.assert_close(features.pooled_BD, normalized, rtol=1e-4, atol=1e-4)
 
 
 def test_unknown_name_suggests_the_nearest_ones() -> None:

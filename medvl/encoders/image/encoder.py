@@ -89,12 +89,16 @@ class ImageEncoder(Encoder):
         self.register_buffer("_std", torch.tensor(self.std).view(1, -1, 1, 1), persistent=False)
         self._mean: Tensor
         self._std: Tensor
-        if self.image_size != vision.image_size and self._adapter.fixed_size:
-            self._adapter.resize(self.backbone, self.image_size)
-        has_stem = any(True for _ in self.backbone.parameters())
-        if self.in_channels == 1 and has_stem:  # last, because resizing may run the model on an RGB image
-            _grey_stem(self.backbone)
-        self.feature_dim, self.patch_dim = self._measure(self.image_size)[:2]
+        try:
+            if self.image_size != vision.image_size and self._adapter.fixed_size:
+                self._adapter.resize(self.backbone, self.image_size)
+            has_stem = any(True for _ in self.backbone.parameters())
+            if self.in_channels == 1 and has_stem:  # last, because resizing may run the model on an RGB image
+                _grey_stem(self.backbone)
+            self.feature_dim, self.patch_dim = self._measure(self.image_size)[:2]
+        except (AssertionError, RuntimeError, ValueError) as error:
+            message = f"{self.name} cannot encode images of {self.image_size} pixels: {error}"
+            raise ConfigError(message, "out_of_range", field="image_size") from error
 
     def forward(
         self,

@@ -16,7 +16,7 @@ from medvl.encoders.image.adapter import (
     check_level,
     flatten_map,
 )
-from medvl.encoders.image.timm_models import TimmAdapter
+from medvl.encoders.image.timm_models import TimmAdapter, classifier_names
 from medvl.encoders.presets import CLIP_MEAN, CLIP_STD, OPEN_CLIP_CUSTOM
 from medvl.errors import ConfigError
 
@@ -93,7 +93,10 @@ class ClipResNetAdapter(VisionAdapter):
 
 
 class ClipTimmAdapter(VisionAdapter):
-    """Adapter for `open_clip.TimmModel`: a timm trunk, with its head if it is projected."""
+    """Adapter for `open_clip.TimmModel`: a timm trunk, with its head if it is projected.
+
+    Models without a projection in their head use the trunk's classifier as one (EVA, MobileCLIP).
+    """
 
     def __init__(self, net: Any, projection: bool) -> None:
         self.trunk = TimmAdapter(net.trunk)
@@ -102,6 +105,8 @@ class ClipTimmAdapter(VisionAdapter):
         self.projection = projection
         if not projection:
             net.head = nn.Identity()
+            if not isinstance(net.trunk.get_classifier(), nn.Identity):
+                net.trunk.reset_classifier(0)
 
     def encode(self, net: Any, image_BCHW: Tensor, level: int) -> VisionOutput:
         """Encode pixels; there is one level, -1."""
@@ -110,7 +115,7 @@ class ClipTimmAdapter(VisionAdapter):
             return output
         if hasattr(net.head, "pool") and output.grid is not None:  # a head with attention pooling over the map
             return output._replace(pooled_BD=net.head(output.patches_BPD.transpose(1, 2).unflatten(2, output.grid)))
-        return output._replace(pooled_BD=net.head(output.pooled_BD))
+        return output._replace(pooled_BD=net.head(net.trunk.get_classifier()(output.pooled_BD)))
 
     def layers(self, net: Any) -> list[list[str]]:
         """Return the parameters of the trunk's layers, then of the head."""
@@ -156,12 +161,19 @@ def build_open_clip(name: str, arguments: Mapping[str, Any], projection: bool) -
         net=net,
         adapter=_adapter(net, projection),
         image_size=_size(tower.get("image_size", 224)),
-        ignored_heads=[] if projection else ["proj", "head.", "attnpool."],
+        ignored_heads=[] if projection else _projections(net),
         mean=mean,
         std=std,
         block_prefix="trunk.blocks." if isinstance(net, TimmModel) else "transformer.resblocks.",
         note="open_clip's are on the hub: pass 'OWNER/NAME@COMMIT'",
     )
+
+
+def _projections(net: Any) -> list[str]:
+    """Return the prefixes of the keys of projections in published files."""
+    trunk = getattr(net, "trunk", None)
+    classifiers = [] if trunk is None else [f"trunk.{name}." for name in classifier_names(trunk)]
+    return ["proj", "head.", "attnpool.", *classifiers]
 
 
 def _adapter(net: Any, projection: bool) -> VisionAdapter:

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from medvl.encoders.base import group_by_depth
 from medvl.encoders.image.adapter import (
     PatchSelection,
     Size,
@@ -27,9 +28,12 @@ class TimmAdapter(VisionAdapter):
     """
 
     def __init__(self, net: Any) -> None:
+        from timm.models import Hiera
+
         self.fixed_size = bool(net.pretrained_cfg.get("fixed_input_size")) and not getattr(net, "dynamic_img_size", 0)
         self.prefix = int(getattr(net, "num_prefix_tokens", None) or 0)
         self.by_stage = False
+        self.has_map_norm = not isinstance(net, Hiera)  # its norm follows the pooling
         if is_vision_transformer(net) and isinstance(net.patch_drop, nn.Identity):
             net.patch_drop = PatchSelection(self.prefix)
             self.keep = "patch_drop"
@@ -88,10 +92,18 @@ class TimmAdapter(VisionAdapter):
             hook.remove()
 
     def layers(self, net: Any) -> list[list[str]]:
-        """Return timm's coarse grouping: stem, then stages or blocks, then the layers after them."""
+        """Return timm's coarse grouping: stem, then stages or blocks, then the layers after them.
+
+        A few models have no such grouping; theirs follows the stages of their `feature_info`.
+        """
         from timm.models import group_parameters
 
-        groups: Mapping[int, list[str]] = group_parameters(net, net.group_matcher(coarse=True))
+        try:
+            matcher = net.group_matcher(coarse=True)
+        except (AttributeError, AssertionError):
+            stages = [f"{info['module']}." for info in net.feature_info]
+            return group_by_depth([name for name, _ in net.named_parameters()], stages, top=("norm.", "head."))
+        groups: Mapping[int, list[str]] = group_parameters(net, matcher)
         return [groups[index] for index in sorted(groups)]
 
     def resize(self, net: Any, size: Size) -> None:
@@ -109,7 +121,8 @@ class TimmAdapter(VisionAdapter):
     def _encode_stage(self, net: Any, image_BCHW: Tensor, level: int) -> VisionOutput:
         grids = {info["reduction"] for info in net.feature_info}
         check_level(level, len(net.feature_info) if len(grids) > 1 else 1, type(net).__name__)
-        features, maps = net.forward_intermediates(image_BCHW, indices=[level], norm=self.by_stage, output_fmt="NCHW")
+        norm = self.by_stage and self.has_map_norm
+        features, maps = net.forward_intermediates(image_BCHW, indices=[level], norm=norm, output_fmt="NCHW")
         return VisionOutput(_vector(net.forward_head(features, pre_logits=True)), None, *flatten_map(maps[0]))
 
 
@@ -126,16 +139,12 @@ def build_timm(name: str, arguments: Mapping[str, Any]) -> VisionBackbone:
     except (TypeError, RuntimeError, ValueError, AssertionError) as error:
         raise ConfigError(f"timm cannot build {name} with {dict(arguments)}: {error}", "out_of_range") from error
     config = net.pretrained_cfg
-    classifiers = config.get("classifier") or ()
     repository = config.get("hf_hub_id")
     return VisionBackbone(
         net=net,
         adapter=TimmAdapter(net),
         image_size=_size(getattr(getattr(net, "patch_embed", None), "img_size", None) or config["input_size"][1:]),
-        ignored_heads=[
-            f"{name}."
-            for name in (*([classifiers] if isinstance(classifiers, str) else classifiers), *_absent_stages(net))
-        ],
+        ignored_heads=[f"{name}." for name in (*classifier_names(net), *_absent_stages(net))],
         mean=config["mean"],
         std=config["std"],
         block_prefix="blocks." if is_vision_transformer(net) else None,
@@ -148,6 +157,12 @@ def is_vision_transformer(net: Any) -> bool:
     from timm.models import VisionTransformer
 
     return isinstance(net, VisionTransformer)
+
+
+def classifier_names(net: Any) -> Sequence[str]:
+    """Return the names of the classifiers that published files of `net` have, mostly one."""
+    names = net.pretrained_cfg.get("classifier") or ()
+    return [names] if isinstance(names, str) else names
 
 
 def _absent_stages(net: Any) -> list[str]:

@@ -101,7 +101,7 @@ def build_torchvision(name: str, arguments: Mapping[str, Any], level: int, image
         arguments = {**arguments, "image_size": image_size[0]}
     try:
         net = models.get_model(name, weights=None, **arguments)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, AssertionError) as error:
         raise ConfigError(f"torchvision cannot build {name} with {dict(arguments)}: {error}", "out_of_range") from error
     family = FAMILIES.get(type(net).__name__)
     if family is None:
