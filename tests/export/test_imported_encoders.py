@@ -1,10 +1,12 @@
 """Imported encoders against the published layers, written out plainly from the file's own keys, on small random files."""
 
+import time
 from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers.errors import raises
 from helpers.published import random_tensors
 from helpers.published_layers import (
     WIDTH,
@@ -17,6 +19,8 @@ from helpers.published_layers import (
     resnet_shapes,
     texts,
 )
+
+from medvl.errors import WeightsError
 
 _SWIN = {
     "attention.q_proj": "attention.self.query",
@@ -50,6 +54,16 @@ def test_cxrbert_import_includes_its_projection(tmp_path: Path) -> None:
     torch.testing.assert_close(
         actual, linear(hidden, file, "cls_projection_head.dense_to_output"), atol=2e-5, rtol=1e-4
     )
+
+
+def test_a_layer_of_any_number_is_refused_at_once(tmp_path: Path) -> None:
+    """No model of three million layers is begun."""
+    file = bert_shapes("bert.", 2)
+    layer = {key.replace(".layer.1.", ".layer.3000000."): shape for key, shape in file.items() if ".layer.1." in key}
+    start = time.perf_counter()
+    with raises(WeightsError, "mismatch", names="encoder.layer.2"):
+        imported(random_tensors({**file, **layer}), "cxrbert", tmp_path)
+    assert time.perf_counter() - start < 20
 
 
 @pytest.mark.parametrize("grey", [False, True])

@@ -88,6 +88,15 @@ def test_views_ties_dtypes_and_parameters_are_kept(tmp_path: Path) -> None:
 
 @pytest.mark.fault("S1")
 @pytest.mark.parametrize("zipped", [True, False])
+def test_expanded_tensors_are_refused(tmp_path: Path, zipped: bool) -> None:
+    """A file of a few bytes could claim any size; nothing of that size is allocated."""
+    tensors = {**TENSORS, "huge": torch.zeros(1).expand(1 << 40)}
+    path = saved(tensors, tmp_path / "a.ckpt", _use_new_zipfile_serialization=zipped)
+    with raises(WeightsError, "unsupported", names="huge"):
+        read_checkpoint(path)
+
+
+@pytest.mark.parametrize("zipped", [True, False])
 def test_hostile_file_is_refused_and_never_run(tmp_path: Path, zipped: bool) -> None:
     trace = tmp_path / "trace"
     content = {"state_dict": TENSORS, "hyper_parameters": Evil(trace)}

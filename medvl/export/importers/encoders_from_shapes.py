@@ -86,9 +86,16 @@ def text_arguments(shapes: Shapes, options: Options) -> dict[str, Any]:
 
 
 def count(shapes: Shapes, prefix: str) -> int:
-    """Return the number of numbered children after a prefix, as in `blocks.11.norm1.weight`."""
-    numbers = (re.match(rf"{re.escape(prefix)}(\d+)\.", name) for name in shapes)
-    return max((int(number[1]) + 1 for number in numbers if number), default=0)
+    """Return the number of numbered children after a prefix, as in `blocks.11.norm1.weight`.
+
+    Raises WeightsError unless they are numbered from 0 without gaps: a single name could claim any number of layers.
+    """
+    matches = (re.match(rf"{re.escape(prefix)}(\d+)\.", name, re.ASCII) for name in shapes)
+    numbers = {match[1] for match in matches if match}
+    missing = next((index for index in range(len(numbers)) if str(index) not in numbers), None)
+    if missing is not None:
+        raise WeightsError(f"missing {prefix}{missing}", "mismatch")
+    return len(numbers)
 
 
 def attention_heads(width: int) -> int:

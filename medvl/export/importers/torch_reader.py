@@ -80,13 +80,18 @@ def read_checkpoint(path: Path, parts: Sequence[str] = ()) -> Checkpoint:
         path: of the file.
         parts: names of several state dicts that the file holds side by side; their keys are then `part/key`.
 
-    Raises WeightsError if the file is missing or damaged, holds no state dict, or holds unexpected objects.
+    Raises WeightsError if the file is missing or damaged, holds no state dict, or holds unexpected objects or expanded
+    tensors (stride 0).
     """
     if not path.is_file():
         kind = "is a folder: give the file in it that holds the weights" if path.is_dir() else "does not exist"
         raise WeightsError(f"{path} {kind}", "not_found")
     if path.suffix == ".safetensors" or not _is_archive(path):
-        return Checkpoint(tensors=read_tensors(path), blanks=())  # uses torch's safe loader
+        tensors = read_tensors(path)  # uses torch's safe loader
+        for key, tensor in tensors.items():
+            if tensor.numel() * tensor.element_size() > tensor.untyped_storage().nbytes():
+                raise _repeats(path, key)
+        return Checkpoint(tensors=tensors, blanks=())
     try:
         with zipfile.ZipFile(path) as archive:
             return _read_archive(archive, path, parts)
@@ -95,6 +100,12 @@ def read_checkpoint(path: Path, parts: Sequence[str] = ()) -> Checkpoint:
     except _DAMAGE_ERRORS as error:
         message = f"{path} is not a complete torch checkpoint ({type(error).__name__}): copy it again"
         raise WeightsError(message, "malformed") from None
+
+
+def _repeats(path: Path, key: str) -> WeightsError:
+    """Return the error for an expanded tensor, whose size says nothing about the size of the file."""
+    message = f"{path}: {key} repeats its values instead of storing them; save its contiguous copy"
+    return WeightsError(message, "unsupported")
 
 
 def _is_archive(path: Path) -> bool:
@@ -263,6 +274,8 @@ class _Store:
         if math.prod(size) == 0:
             return torch.empty(size, dtype=storage.dtype)
         numbers = (offset, *size, *stride)
+        if len(size) == len(stride) and 0 in stride and math.prod(size) > storage.numel:
+            raise _repeats(self._path, key)
         if len(size) != len(stride) or min(numbers) < 0 or math.prod(size) > storage.numel:
             raise WeightsError(f"{self._path} is damaged: {key} has no possible shape", "malformed")
         last = offset + sum((extent - 1) * step for extent, step in zip(size, stride, strict=True))
