@@ -1,7 +1,7 @@
 """n-gram overlap of generated reports and references: BLEU, ROUGE-L, METEOR and CIDEr.
 
-Words are compared in lower case without punctuation and masks; a decimal point between two digits is a word of its own,
-so that `3.2 cm` differs from `32 cm` whatever the spacing.
+Words are compared in lower case without punctuation and masks, and with composed accents (NFC); a decimal point between
+two digits is a word of its own, so that `3.2 cm` differs from `32 cm` whatever the spacing.
 
 Corpus level (one number over all reports, not a mean):
 
@@ -21,6 +21,7 @@ Shape letters: N reports, R resamples, K n-gram orders.
 
 import functools
 import re
+import unicodedata
 from collections import Counter
 from collections.abc import Sequence
 
@@ -38,7 +39,7 @@ _WORD = re.compile(r"[^\W_]+|(?<=\d)\s*\.\s*(?=\d)")
 
 def words(text: str) -> list[str]:
     """Return the words of a text that are compared."""
-    return [word.strip() for word in _WORD.findall(text.lower())]
+    return [word.strip() for word in _WORD.findall(unicodedata.normalize("NFC", text.lower()))]
 
 
 def overlap_metrics(generated: Sequence[str], references: Sequence[str], *, subgroup: str = "") -> list[MetricGroup]:

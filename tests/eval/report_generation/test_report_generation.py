@@ -66,6 +66,7 @@ def pairs() -> list[GeneratedReport]:
         ("A 3.2 cm nodule.", ["a", "3", ".", "2", "cm", "nodule"]),
         ("a 3. 2 cm nodule .", ["a", "3", ".", "2", "cm", "nodule"]),
         ("a 32 cm nodule", ["a", "32", "cm", "nodule"]),
+        ("Re\u0301sume\u0301", ["r\u00e9sum\u00e9"]),
         ("Right-sided PICC; new since ___.", ["right", "sided", "picc", "new", "since"]),
         ("", []),
     ],

@@ -33,7 +33,8 @@ def plan(
     splits: SplitRule = "official",
     follow_links: bool = False,
 ) -> Plan:
-    """Plan the samples of MELINDA from its tables; no image is opened.
+    """Plan the samples of MELINDA from its tables; no image is opened. A row that repeats another of its split is
+    left out, counted as `duplicate`.
 
     Args:
         root: folder with `train.csv`, `dev.csv`, `test.csv` and `melinda_images/`.
@@ -50,23 +51,28 @@ def plan(
     allowed = InputFolders.of(root, follow_links=follow_links)
     find_file(root, "train.csv")
     classes = tuple(sorted({row[level].strip() for _, row in _rows(root, allowed)}))
-    records, warnings = Records(), Counter[str]()
+    records, warnings, excluded, keys = Records(), Counter[str](), Counter[str](), set[str]()
     for split, row in _rows(root, allowed):
-        figure = row["figure_file"].strip()
+        figure, methods = row["figure_file"].strip(), {name: row[name].strip() for name in get_args(Level)}
+        key = deid.image(f"{split} {figure} {row['caption']} {list(methods.values())}")
+        if key in keys:
+            excluded["duplicate"] += 1
+            continue
+        keys.add(key)
         patient = deid.patient(_article(row, figure))
         sample = Sample(
-            key=deid.image(f"{split} {figure} {row['caption']}"),
+            key=key,
             corpus=NAME,
             split=split,
             patient=patient,
             study=deid.study(patient, figure),
             image=root / "melinda_images" / figure,
             sections=figure_sections(row["caption"], None, warnings),
-            labels={name: int(name == row[level].strip()) for name in classes},
-            extra={name: row[name].strip() for name in get_args(Level)},
+            labels={name: int(name == methods[level]) for name in classes},
+            extra=methods,
         )
         records.append(Record(sample))
-    return apply_split_rule(Plan(NAME, records, classes, Counter(), warnings, allowed), splits, SPLITS)
+    return apply_split_rule(Plan(NAME, records, classes, excluded, warnings, allowed), splits, SPLITS)
 
 
 def _rows(root: Path, allowed: InputFolders) -> Iterator[tuple[str, dict[str, str]]]:

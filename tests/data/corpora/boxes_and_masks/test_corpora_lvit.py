@@ -257,6 +257,13 @@ def test_melinda(tmp_path: Path) -> None:
     assert samples["train"].extra["p_meth"] == "western"
     assert samples["test"].sections == {"caption": "A blot of three proteins."}
     assert melinda.plan(tmp_path, DEID, level="i_meth").label_names == ("anti tag",)
+    other = [*row[:2], "tandem tag", *row[3:]]
+    write_table(tmp_path / "test.csv", header, [row, other, row])
+    repeated = melinda.plan(tmp_path, DEID)
+    assert repeated.excluded == {"duplicate": 1}
+    methods = [record.sample.extra["i_meth"] for record in repeated.records if record.sample.split == "test"]
+    assert methods == ["anti tag", "tandem tag"]
+    assert len({record.sample.key for record in repeated.records}) == 4
     row[-1] = "PMC101"
     write_table(tmp_path / "test.csv", header, [row])
     with raises(SplitError, "leak", "splits"):
