@@ -75,6 +75,10 @@ _COMMON_HEADER = (
 )
 _HEADER_IN_LINE = re.compile(rf"([.!?:_][ \t]{{1,40}}|[ \t]{{2,40}}){_COMMON_HEADER}")
 _HEADER_IN_ONLY_LINE = re.compile(rf"([ \t]){_COMMON_HEADER}")
+_MARKDOWN_HEADING = re.compile(r"[ \t]*#{1,6}[ \t]+(?=[A-Za-z*])")
+_MARKDOWN_LABEL = re.compile(
+    r"[ \t]*(?P<mark>\*{1,3})(?P<label>[A-Za-z][^*:]{0,60})(?:(?P<colon>:)[ \t]*(?P=mark)|(?P=mark)[ \t]*(?P<after>:|$))"
+)
 _LIST_ITEM = re.compile(r"[ \t]*(?:[-*•][ \t]|\(?\d{1,2}[.)][ \t]+[A-Z_])")
 _ADDENDUM = re.compile(r"\s*ADDENDUM\b[\s:]*")
 _SIGNATURE = re.compile(
@@ -158,7 +162,8 @@ def parse_report(text: str) -> Report:
 
     A header is at the start of a line and ends with a colon. In capitals, any words are a header; in lower case, only
     the names in this module's table and those that identify a person (`Date of birth:`), so that `Dr. X:` and `at 3:00`
-    are not. Signatures (`Electronically signed by Jane Doe`) need no colon. Common headers in capitals are also
+    are not. Signatures (`Electronically signed by Jane Doe`) need no colon. A header may be a heading or bold in Markdown
+    (`## Findings`, `**FINDINGS:**`). Common headers in capitals are also
     recognised within a line, for reports that have lost their line breaks: after a full stop or two blanks, and in a
     report of one line after any blank.
     """
@@ -234,8 +239,20 @@ def _split_by_header(lines: list[str]) -> list[tuple[str | None, list[str]]]:
     return parts
 
 
+def _without_markdown(line: str) -> str:
+    """Return a line without the marks of a heading, and without asterisks around what could be a header."""
+    heading = _MARKDOWN_HEADING.match(line)
+    if heading is not None:
+        line = line[heading.end() :].rstrip("# \t")
+    label = _MARKDOWN_LABEL.match(line)
+    if label is None:
+        return line
+    return label["label"].rstrip() + (label["colon"] or label["after"] or "") + line[label.end() :]
+
+
 def _header(line: str, inside: str | None) -> tuple[str, str] | None:
     """Return (section, rest of the line) when `line` begins with a header, else None."""
+    line = _without_markdown(line)
     signature = _SIGNATURE.match(line)
     if signature is not None and signature[0].lstrip()[:1].isupper():
         return " ".join(signature[0].lower().split()), line[signature.end() :].lstrip(" \t:")

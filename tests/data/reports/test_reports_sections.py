@@ -295,3 +295,24 @@ def test_a_report_of_one_line_is_divided_at_its_headers():
 def test_hostile_texts_parse_in_linear_time():
     for text in (" " * 200_000, "_" * 200_000, "A" * 200_000, "A:" * 50_000, "\n" * 50_000, ". " * 50_000):
         parse_report(text)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "## Findings\nLungs are clear.\n\n## Impression\nNormal.",
+        "### FINDINGS: Lungs are clear.\n### IMPRESSION: Normal.",
+        "**FINDINGS:** Lungs are clear.\n**IMPRESSION:** Normal.",
+        "**Findings**: Lungs are clear.\n\n**Impression**\nNormal.",
+        "# Report of the chest\n## **Findings:**\nLungs are clear.\n## **Impression:**\nNormal.",
+    ],
+)
+def test_headers_in_markdown(text: str) -> None:
+    report = parse_report(text)
+    assert dict(report.sections) == {"findings": "Lungs are clear.", "impression": "Normal."}
+
+
+def test_markdown_hides_no_identifying_header() -> None:
+    report = parse_report("**Patient name:** Jane Doe\n## FINDINGS\n* The **left** lung is clear.\n# 3 tube in place.")
+    assert report.sections["patient name"] == "Jane Doe"
+    assert report.sections["findings"] == "* The **left** lung is clear. # 3 tube in place."
