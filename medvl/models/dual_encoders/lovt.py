@@ -64,7 +64,7 @@ class LoVT(LocalSentenceEncoder):
         image, text, sizes = image_encoder.patch_dim, text_encoder.token_dim, (config.projection_dim, config.hidden_dim)
         heads = {"image_head": image, "region_head": image, "text_head": text, "word_head": text}
         return {
-            **{name: BatchNormHead(width, *sizes) for name, width in heads.items()},
+            **{name: BatchNormHead(width, *sizes, fan_out_init=True) for name, width in heads.items()},
             "region_pool": AttentionPool(image, config.pool_heads),
             "sentence_pool": AttentionPool(text, config.pool_heads),
             "cross_attention": CrossAttention(config.projection_dim),

@@ -50,8 +50,9 @@ class M2I2(ALBEF):
     are normalised like the encoder's input, but not by patch (`norm_pix_loss` off, as published). The teacher removes
     patches of its own.
 
-    Deviations besides ALBEF's: the position embeddings, sines and cosines in MAE's weights, are trained. With a CNN,
-    cells of its last grid are removed (`encode_visible`), and batch-norm statistics are those of such images.
+    Deviations besides ALBEF's: the position embeddings, sines and cosines in MAE's weights, are trained; the decoder's
+    weights start as BERT's, not as MAE's (Xavier, uniform). With a CNN, cells of its last grid are removed
+    (`encode_visible`), and batch-norm statistics are those of such images.
     """
 
     Config = M2I2Config

@@ -1,6 +1,7 @@
 """Batch norm and projection heads of sequences with padding, against torch's on the real items alone."""
 
 import copy
+import math
 
 import pytest
 import torch
@@ -81,6 +82,15 @@ def test_head_equals_its_layers(norm_output: bool) -> None:
     x_BD = features(6, 5)
     torch.testing.assert_close(head(x_BD), nn.Sequential(*layers)(x_BD), rtol=1e-5, atol=1e-6)
     assert sum(parameter.numel() for parameter in head.parameters()) == 5 * 7 + 7 + 2 * 7 + 7 * 3 + 3
+
+
+def test_fan_out_init_has_the_variances_of_lovt() -> None:
+    torch.manual_seed(0)
+    head = BatchNormHead(300, 200, 400, fan_out_init=True)
+    assert math.isclose(head.inner.weight.std().item(), (2 / 400) ** 0.5, rel_tol=0.02)
+    assert math.isclose(head.outer.weight.std().item(), (1 / 200) ** 0.5, rel_tol=0.02)
+    assert not head.inner.bias.any()
+    assert not head.outer.bias.any()
 
 
 def test_batch_without_real_items_leaves_the_running_statistics() -> None:

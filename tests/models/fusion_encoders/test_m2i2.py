@@ -91,6 +91,8 @@ def test_published_sizes() -> None:
     assert model.mim_head.patches.grid == (16, 16)
     assert model.mim.corrupt(make_batch(TOKENIZER, 1)).kept_BK.shape[1] == 217  # int(256 * (1 - 0.15)), as released
     assert isinstance(model.mim_head.blocks[0].mlp.act, torch.nn.GELU)
+    norms = [module for module in model.mim_head.modules() if isinstance(module, torch.nn.LayerNorm)]
+    assert {norm.eps for norm in norms} == {1e-6}
 
 
 @pytest.mark.parametrize(

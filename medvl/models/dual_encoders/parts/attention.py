@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from medvl.losses.precision import full_precision
-from medvl.models.dual_encoders.parts.heads import MaskedBatchNorm, mask_of
+from medvl.models.dual_encoders.parts.heads import MaskedBatchNorm, init_fan_out, mask_of
 
 
 def attention_weights(query_BQE: Tensor, key_BKE: Tensor, mask_BK: Tensor | None = None, scale: float = 1.0) -> Tensor:
@@ -82,8 +82,7 @@ class CrossAttention(nn.Module):
         self.scale = 1 / (temperature * dim**0.5)
         self.key, self.value, self.out = (nn.Linear(dim, dim) for _ in range(3))
         for layer in (self.key, self.value, self.out):
-            nn.init.kaiming_normal_(layer.weight, mode="fan_out", nonlinearity="linear")
-            nn.init.zeros_(layer.bias)
+            init_fan_out(layer, "linear")
         self.norm = MaskedBatchNorm(dim, synchronize=synchronize)
 
     def forward(

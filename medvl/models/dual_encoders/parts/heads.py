@@ -4,6 +4,8 @@ Shape letters as in `medvl.schema`; N tokens, words, sentences or regions, R ran
 (B, N, D), while `nn.BatchNorm1d` expects (B, D, N).
 """
 
+from typing import Literal
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -94,6 +96,16 @@ class MaskedBatchNorm(nn.BatchNorm1d):
         self.num_batches_tracked.add_(1)
 
 
+def init_fan_out(layer: nn.Linear, follower: Literal["relu", "linear"]) -> None:
+    """Draw weights from a normal distribution of variance gain / out_features (He et al., arXiv 1502.01852), as LoVT.
+
+    The gain is 2 before a ReLU, else 1; biases are zeros.
+    """
+    nn.init.kaiming_normal_(layer.weight, mode="fan_out", nonlinearity=follower)
+    if layer.bias is not None:
+        nn.init.zeros_(layer.bias)
+
+
 class BatchNormHead(nn.Module):
     """Linear, batch norm, ReLU, Linear, and on request a batch norm without parameters; for vectors and sequences.
 
@@ -105,6 +117,7 @@ class BatchNormHead(nn.Module):
         hidden: 2048 in both.
         norm_output: end with a batch norm without weight and bias.
         inner_bias: give the first linear layer a bias, which the batch norm removes again.
+        fan_out_init: initialise as LoVT's released code (`init_fan_out`), not as PyTorch.
         synchronize: as in `MaskedBatchNorm`.
     """
 
@@ -116,10 +129,14 @@ class BatchNormHead(nn.Module):
         *,
         norm_output: bool = False,
         inner_bias: bool = True,
+        fan_out_init: bool = False,
         synchronize: bool = False,
     ) -> None:
         super().__init__()
         self.inner, self.outer = nn.Linear(in_features, hidden, bias=inner_bias), nn.Linear(hidden, out_features)
+        if fan_out_init:
+            init_fan_out(self.inner, "relu")
+            init_fan_out(self.outer, "linear")
         self.norm = MaskedBatchNorm(hidden, synchronize=synchronize)
         self.output_norm = MaskedBatchNorm(out_features, affine=False, synchronize=synchronize) if norm_output else None
 

@@ -4,6 +4,7 @@ Letters: B batch, E shared embedding dim, N positions, P patches, K kept patches
 """
 
 import dataclasses
+import functools
 from typing import Literal
 
 import torch
@@ -63,7 +64,7 @@ class PixelDecoder(nn.Module):
         in_dim: width of the input states.
         patches: of the encoder; also an attribute.
         config: sizes of the pre-LN blocks.
-        activation: "quick_gelu" as in CLIP and M3AE, or "gelu" as in MAE and M2I2.
+        activation: "quick_gelu" as in CLIP and M3AE, or "gelu" as in MAE and M2I2, whose norms have an epsilon of 1e-6.
     """
 
     def __init__(
@@ -78,16 +79,17 @@ class PixelDecoder(nn.Module):
         from timm.models.vision_transformer import Block
 
         width, act_layer = config.decoder_width, QuickGELU if activation == "quick_gelu" else nn.GELU
+        norm_layer = nn.LayerNorm if activation == "quick_gelu" else functools.partial(nn.LayerNorm, eps=1e-6)
         self.patches = patches
         self.embed = nn.Linear(in_dim, width)
         self.mask_token = nn.Parameter(torch.empty(width).normal_(std=INIT_STD))
         self.register_buffer("positions_ND", sinusoids(patches.grid, width), persistent=False)
         self.positions_ND: Tensor
         self.blocks = nn.ModuleList(
-            Block(width, config.decoder_heads, qkv_bias=True, act_layer=act_layer, norm_layer=nn.LayerNorm)
+            Block(width, config.decoder_heads, qkv_bias=True, act_layer=act_layer, norm_layer=norm_layer)
             for _ in range(config.decoder_layers)
         )
-        self.norm, self.pixels = nn.LayerNorm(width), nn.Linear(width, patches.values)
+        self.norm, self.pixels = norm_layer(width), nn.Linear(width, patches.values)
         init_weights(self)
 
     def forward(self, states_BND: Tensor, patches: PatchMask) -> Tensor:
