@@ -212,7 +212,9 @@ def _open(scheme: str) -> Any:
 
 
 # The libraries of the three clouds repeat requests themselves, two of them with pauses of up to half a minute. Requests
-# are repeated here instead, in one place.
+# are repeated here instead, in one place. gcsfs and adlfs have no public option for it, so the two private attributes
+# below are the only ones in use, and the tests run both libraries against stand-ins of the services. `_strip_protocol`,
+# `_cat_file` and `_put_file` are part of fsspec's interface for asynchronous file systems.
 
 
 def _open_s3(scheme: str, options: dict[str, Any]) -> Any:
@@ -234,7 +236,7 @@ def _open_google(scheme: str, options: dict[str, Any]) -> Any:
     """Open the JSON API; fsspec's default first asks another service for the kind of bucket, which can hang."""
     opened = importlib.import_module("gcsfs.core").GCSFileSystem
     files = opened(**options, requests_timeout=_SILENCE)
-    files._request = functools.partial(opened._request.__wrapped__, files)
+    files._request = functools.partial(opened._request.__wrapped__, files)  # the method without its decorator
     return files
 
 
