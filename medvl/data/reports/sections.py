@@ -77,7 +77,8 @@ _HEADER_IN_LINE = re.compile(rf"([.!?:_][ \t]{{1,40}}|[ \t]{{2,40}}){_COMMON_HEA
 _HEADER_IN_ONLY_LINE = re.compile(rf"([ \t]){_COMMON_HEADER}")
 _MARKDOWN_HEADING = re.compile(r"[ \t]*#{1,6}[ \t]+(?=[A-Za-z*])")
 _MARKDOWN_LABEL = re.compile(
-    r"[ \t]*(?P<mark>\*{1,3})(?P<label>[A-Za-z][^*:]{0,60})(?:(?P<colon>:)[ \t]*(?P=mark)|(?P=mark)[ \t]*(?P<after>:|$))"
+    r"[ \t]*(?P<mark>\*{1,3})(?P<label>[A-Za-z][^*:]{0,60})"
+    r"(?:(?P<colon>:)[ \t]*(?P=mark)|(?P=mark)[ \t]*(?P<after>:|$))"
 )
 _LIST_ITEM = re.compile(r"[ \t]*(?:[-*•][ \t]|\(?\d{1,2}[.)][ \t]+[A-Z_])")
 _ADDENDUM = re.compile(r"\s*ADDENDUM\b[\s:]*")
@@ -162,10 +163,9 @@ def parse_report(text: str) -> Report:
 
     A header is at the start of a line and ends with a colon. In capitals, any words are a header; in lower case, only
     the names in this module's table and those that identify a person (`Date of birth:`), so that `Dr. X:` and `at 3:00`
-    are not. Signatures (`Electronically signed by Jane Doe`) need no colon. A header may be a heading or bold in Markdown
-    (`## Findings`, `**FINDINGS:**`). Common headers in capitals are also
-    recognised within a line, for reports that have lost their line breaks: after a full stop or two blanks, and in a
-    report of one line after any blank.
+    are not. Signatures (`Electronically signed by Jane Doe`) need no colon. A header may be a heading or bold in
+    Markdown (`## Findings`, `**FINDINGS:**`). Common headers in capitals are also recognised within a line, for reports
+    that have lost their line breaks: after a full stop or two blanks, and in a report of one line after any blank.
     """
     sections: dict[str, str] = {}
     empty: dict[str, None] = {}
