@@ -91,7 +91,7 @@ class Detector(DenseModel):
         """Return (1,) float32: the number of cells with a box, by which both losses are divided."""
         assert isinstance(batch, DenseBatch)
         assert batch.boxes_BN5 is not None
-        return self.targets(batch.boxes_BN5).inner_BP.sum().float()[None]
+        return self.inner_cells(batch.boxes_BN5).any(dim=2).sum().float()[None]
 
     def cells(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Logits (B, P, L) and boxes (B, P, 4), edges in pixels of the input, of all cells in row-major order."""
@@ -107,19 +107,12 @@ class Detector(DenseModel):
         return logits_BPL, torch.cat([middle_BP2 - half_BP2, middle_BP2 + half_BP2], dim=2)
 
     def targets(self, boxes_BN5: Tensor) -> Targets:
-        """Assign boxes (B, N, 5), in pixels of the input, to cells; rows of NaN are padding.
-
-        A cell belongs to a box if its center lies in the inner part, which is at least as large as a cell, so that
-        every box has a cell.
-        """
-        center_P2, cell_2 = self._centers(boxes_BN5.device)
+        """Assign boxes (B, N, 5), in pixels of the input, to cells; rows of NaN are padding."""
         low_BN2, high_BN2, label_BN = boxes_BN5[:, :, :2], boxes_BN5[:, :, 2:4], boxes_BN5[:, :, 4]
-        reach_BN2 = torch.maximum((high_BN2 - low_BN2) * self.config.inner_share, cell_2) / 2
-        apart_BPN2 = (center_P2[:, None] - ((low_BN2 + high_BN2) / 2)[:, None]).abs()
-        inner_BPN = (apart_BPN2 <= reach_BN2[:, None]).all(dim=3)  # False for NaN
+        inner_BPN = self.inner_cells(boxes_BN5)
         number_L = torch.arange(len(self.config.labels), device=boxes_BN5.device)
         has_label_BNL = label_BN[:, :, None] == number_L
-        label_BPL = (inner_BPN[:, :, :, None] & has_label_BNL[:, None]).any(dim=2)
+        label_BPL = inner_BPN.float() @ has_label_BNL.float() > 0
         inner_BP = inner_BPN.any(dim=2)
         if not boxes_BN5.shape[1]:
             return Targets(label_BPL.float(), boxes_BN5.new_zeros(*inner_BP.shape, 4), inner_BP)
@@ -127,6 +120,18 @@ class Detector(DenseModel):
         smallest_BP = torch.where(inner_BPN, area_BN[:, None], torch.inf).argmin(dim=2)
         box_BP4 = boxes_BN5[:, :, :4].gather(1, smallest_BP[:, :, None].expand(-1, -1, 4))
         return Targets(label_BPL.float(), box_BP4, inner_BP)
+
+    def inner_cells(self, boxes_BN5: Tensor) -> Tensor:
+        """(B, P, N) bool: whether a cell belongs to a box, False for padding.
+
+        A cell belongs to a box if its center lies in the inner part, which is at least as large as a cell, so that
+        every box has a cell.
+        """
+        center_P2, cell_2 = self._centers(boxes_BN5.device)
+        low_BN2, high_BN2 = boxes_BN5[:, :, :2], boxes_BN5[:, :, 2:4]
+        reach_BN2 = torch.maximum((high_BN2 - low_BN2) * self.config.inner_share, cell_2) / 2
+        apart_BPN2 = (center_P2[:, None] - ((low_BN2 + high_BN2) / 2)[:, None]).abs()
+        return (apart_BPN2 <= reach_BN2[:, None]).all(dim=3)
 
     @torch.no_grad()
     def detect(self, batch: Batch, sizes: Sequence[tuple[int, int]]) -> list[Tensor]:
