@@ -5,7 +5,7 @@ Letters: B batch, E shared embedding dim, N positions, P patches, K kept patches
 
 import dataclasses
 import functools
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -79,7 +79,7 @@ class PixelDecoder(nn.Module):
         from timm.models.vision_transformer import Block
 
         width, act_layer = config.decoder_width, QuickGELU if activation == "quick_gelu" else nn.GELU
-        norm_layer = nn.LayerNorm if activation == "quick_gelu" else functools.partial(nn.LayerNorm, eps=1e-6)
+        norm_layer: Any = functools.partial(nn.LayerNorm, eps=1e-5 if activation == "quick_gelu" else 1e-6)
         self.patches = patches
         self.embed = nn.Linear(in_dim, width)
         self.mask_token = nn.Parameter(torch.empty(width).normal_(std=INIT_STD))
