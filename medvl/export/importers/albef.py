@@ -1,10 +1,10 @@
 """Key table of ALBEF's pretraining checkpoints, with its moving average."""
 
-from medvl.export.importers.backbones import TEXT, vision_transformer
-from medvl.export.importers.encoders_from_shapes import attention_heads, count, image_arguments, text_arguments
-from medvl.export.importers.fusion_encoders import co_attention_layer, word_head
+from medvl.export.importers.backbones import TEXT, tied_word_head, vision_transformer
+from medvl.export.importers.encoders_from_shapes import attention_heads, count, encoder_fields
+from medvl.export.importers.fusion_encoders import co_attention_layer
 from medvl.export.importers.importer import Importer
-from medvl.export.importers.key_map import KeyRule, Shapes, ZeroTensor, drop, keep, same
+from medvl.export.importers.key_map import KeyRule, Shapes, ZeroTensor, drop, keep
 from medvl.models.fusion_encoders.albef import ALBEFConfig
 
 _CLIP_MEAN, _CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
@@ -36,24 +36,17 @@ def _towers(suffix: str, target: str) -> list[KeyRule]:
             keep(f"{bert}.encoder.layer.{layer}.**", f"{target}{TEXT}encoder.layer.{layer}.**")
             for layer in range(_TEXT_LAYERS)
         ),
-        *word_head(words, f"{target}mlm_head"),
-        same(f"{words}.decoder.weight", f"{bert}.embeddings.word_embeddings.weight"),
-        same(f"{words}.decoder.bias", f"{words}.bias"),
+        *tied_word_head(words, f"{bert}.embeddings.word_embeddings.weight", f"{target}mlm_head"),
         keep(f"vision_proj{suffix}.*", f"{target}image_head.*"),
         keep(f"text_proj{suffix}.*", f"{target}text_head.*"),
     ]
 
 
 def _albef(shapes: Shapes) -> ALBEFConfig:
-    image, text = image_arguments(shapes, {}), text_arguments(shapes, {"name": "bert"})
+    fields = encoder_fields(shapes, {}, {"name": "bert"})
     intermediate, width = shapes["fusion.0.feed_forward.inner.weight"]
     return ALBEFConfig(
-        image_encoder=image.pop("name"),
-        image_size=image.pop("image_size"),
-        image_arguments={**image, "mean": _CLIP_MEAN, "std": _CLIP_STD},
-        text_encoder=text.pop("name"),
-        vocab_size=text.pop("vocab_size", None),
-        text_arguments=text,
+        **{**fields, "image_arguments": {**fields["image_arguments"], "mean": _CLIP_MEAN, "std": _CLIP_STD}},
         layers=count(shapes, "fusion."),
         heads=attention_heads(width),
         intermediate=intermediate,

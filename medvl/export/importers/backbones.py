@@ -5,12 +5,10 @@ Every function takes the prefix of the backbone's keys in the file and returns r
 transformers and open_clip).
 """
 
-from medvl.export.importers.key_map import KeyRule, drop, keep
+from medvl.export.importers.key_map import KeyRule, drop, keep, same
 
 IMAGE, TEXT = "image_encoder.backbone.", "text_encoder.backbone."
 TEXT_PROJECTION = "text_encoder.projection."
-WORD_HEAD = {"transform.dense.*": "dense.*", "transform.LayerNorm.*": "norm.*", "bias": "bias"}
-"""BERT's vocabulary head -> `medvl.models.masked_words.WordHead`."""
 _COUNTER = "a counter that older transformers stored"
 _POOLER = "BERT's pooler, which the system does not use"
 
@@ -150,6 +148,13 @@ def clip_image(source: str) -> list[KeyRule]:
     return [keep(f"{source}**", f"{IMAGE}**")]
 
 
+def clip_image_tower(source: str) -> list[KeyRule]:
+    """Return the rules of CLIP's image encoder inside the rest of a CLIP model, as METER has it."""
+    unused = ("positional_embedding", "token_embedding.weight", "ln_final.*")
+    leftover = (drop(f"{source}.{name}", "a remainder of CLIP's text encoder, never used") for name in unused)
+    return [*clip_image(f"{source}.visual."), *leftover]
+
+
 def clip_text(source: str) -> list[KeyRule]:
     """Return the rules of CLIP's text encoder (OpenAI, open_clip); its projection is a matrix or a linear layer."""
     return [
@@ -171,6 +176,18 @@ def bert(source: str) -> list[KeyRule]:
         keep(f"{source}embeddings.**", f"{TEXT}embeddings.**"),
         keep(f"{source}encoder.layer.**", f"{TEXT}encoder.layer.**"),
     ]
+
+
+def word_head(source: str, target: str) -> list[KeyRule]:
+    """Return the rules of BERT's head for masked words (`WordHead` in medvl), without its table of words."""
+    names = {"transform.dense.*": "dense.*", "transform.LayerNorm.*": "norm.*", "bias": "bias"}
+    return [keep(f"{source}.{old}", f"{target}.{new}") for old, new in names.items()]
+
+
+def tied_word_head(source: str, words: str, target: str = "word_head") -> list[KeyRule]:
+    """Return the rules of a `word_head` whose table is the embedding `words`, with a bias that is stored twice."""
+    decoder = f"{source}.decoder"
+    return [same(f"{decoder}.weight", words), same(f"{decoder}.bias", f"{source}.bias"), *word_head(source, target)]
 
 
 def vocabulary_head(source: str) -> list[KeyRule]:

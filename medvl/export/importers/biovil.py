@@ -4,9 +4,9 @@ from typing import Any
 
 from medvl.export.importers import backbones
 from medvl.export.importers.backbones import TEXT, TEXT_PROJECTION, bert, resnet
-from medvl.export.importers.encoders_from_shapes import image_arguments, text_arguments
+from medvl.export.importers.encoders_from_shapes import bert_fields
 from medvl.export.importers.importer import Importer
-from medvl.export.importers.key_map import KeyRule, Shapes, drop, keep, same
+from medvl.export.importers.key_map import KeyRule, Shapes, drop, keep
 from medvl.models.dual_encoders.biovil import BioViLConfig
 from medvl.models.dual_encoders.biovil_t import BioViLTConfig
 
@@ -27,17 +27,11 @@ def _biovil_t(shapes: Shapes) -> BioViLTConfig:
 
 
 def _settings(shapes: Shapes) -> dict[str, Any]:
-    image, text = image_arguments(shapes, {}), text_arguments(shapes, {"name": "cxrbert"})
-    text.pop("vocab_size", None)
     positions = shapes[f"{TEXT}embeddings.position_embeddings.weight"][0]
     return {
-        "image_encoder": image.pop("name"),
-        "text_encoder": text.pop("name"),
-        "vocab_size": shapes[f"{TEXT}embeddings.word_embeddings.weight"][0],
+        **bert_fields(shapes, "cxrbert"),
         "max_tokens": min(BioViLConfig.max_tokens, positions),
         "projection_dim": shapes["image_head.outer.weight"][0],
-        "image_arguments": image,
-        "text_arguments": text,
     }
 
 
@@ -70,11 +64,7 @@ _PROJECTOR = (
     keep("projector.model.3.bias", "image_head.outer.bias"),
 )
 _TEXT = (*bert("bert."), keep("cls_projection_head.**", f"{TEXT_PROJECTION}**"))
-_WORDS = (
-    same("cls.predictions.decoder.weight", "bert.embeddings.word_embeddings.weight"),
-    same("cls.predictions.decoder.bias", "cls.predictions.bias"),
-    *(keep(f"cls.predictions.{source}", f"word_head.{name}") for source, name in backbones.WORD_HEAD.items()),
-)
+_WORDS = backbones.tied_word_head("cls.predictions", "bert.embeddings.word_embeddings.weight")
 
 IMPORTERS = (
     Importer(

@@ -2,13 +2,12 @@
 
 import dataclasses
 import difflib
-from collections.abc import Mapping
-from typing import Any, TypeVar
+from typing import Any
 
 from medvl.errors import ConfigError
 from medvl.export.importers import backbones
 from medvl.export.importers.backbones import TEXT, TEXT_PROJECTION, bert, resnet, sequential_resnet
-from medvl.export.importers.encoders_from_shapes import Options, image_arguments, text_arguments
+from medvl.export.importers.encoders_from_shapes import bert_fields, encoder_fields
 from medvl.export.importers.importer import Importer
 from medvl.export.importers.key_map import KeyRule, Shapes, ZeroTensor, drop, keep
 from medvl.models.dual_encoders.chexzero import CheXzeroConfig
@@ -21,7 +20,6 @@ from medvl.models.dual_encoders.medclip import MedCLIPConfig
 from medvl.models.dual_encoders.mgca import MGCAConfig
 from medvl.models.dual_encoders.siglip import SigLIPConfig
 
-Config = TypeVar("Config", CLIPConfig, MedCLIPConfig, CXRCLIPConfig)
 _SIZES = ("input_resolution", "context_length", "vocab_size")
 
 _OPEN_CLIP: tuple[KeyRule, ...] = (
@@ -34,85 +32,59 @@ _OPEN_CLIP: tuple[KeyRule, ...] = (
 )
 
 
-def _clip(config: type[Config], shapes: Shapes, image: Options, text: Options, settings: Mapping[str, Any]) -> Config:
-    image_options, text_options = image_arguments(shapes, image), text_arguments(shapes, text)
-    from_shapes = {
-        "image_encoder": image_options.pop("name"),
-        "text_encoder": text_options.pop("name"),
-        "image_size": image_options.pop("image_size", 224),
-        "vocab_size": text_options.pop("vocab_size", None),
-    }
-    image_options.pop("projection", None)  # set by the system
-    return config(**from_shapes, image_arguments=image_options, text_arguments=text_options, **settings)
-
-
 def _chexzero(shapes: Shapes) -> CLIPConfig:
-    return _clip(CheXzeroConfig, shapes, {}, {}, {})
+    return CheXzeroConfig(**encoder_fields(shapes, {}, {}))
 
 
 def _biomedclip(shapes: Shapes) -> CLIPConfig:
-    return _clip(CLIPConfig, shapes, {"name": "biomedclip"}, {"name": "biomedclip_text"}, {"max_tokens": 256})
+    fields = encoder_fields(shapes, {"name": "biomedclip"}, {"name": "biomedclip_text"})
+    return CLIPConfig(**fields, max_tokens=256)
 
 
 def _medclip(shapes: Shapes) -> MedCLIPConfig:
-    settings = {"projection_dim": shapes["image_head.weight"][0]}
-    return _clip(MedCLIPConfig, shapes, {}, {"name": "bioclinicalbert"}, settings)
+    fields = encoder_fields(shapes, {}, {"name": "bioclinicalbert"})
+    return MedCLIPConfig(**fields, projection_dim=shapes["image_head.weight"][0])
 
 
 def _cxrclip(shapes: Shapes) -> CXRCLIPConfig:
     swin = any(".relative_position_bias_table" in name for name in shapes)
-    settings = {"projection_dim": shapes["image_head.weight"][0], "image_pool": "first" if swin else "encoder"}
-    return _clip(CXRCLIPConfig, shapes, {}, {"name": "bioclinicalbert"}, settings)
-
-
-def _gloria(shapes: Shapes) -> GLoRIAConfig:
-    image, text = image_arguments(shapes, {}), text_arguments(shapes, {"name": "bioclinicalbert"})
-    return GLoRIAConfig(
-        image_encoder=image["name"],
-        text_encoder=text["name"],
+    return CXRCLIPConfig(
+        **encoder_fields(shapes, {}, {"name": "bioclinicalbert"}),
         projection_dim=shapes["image_head.weight"][0],
-        vocab_size=shapes[f"{TEXT}embeddings.word_embeddings.weight"][0],
+        image_pool="first" if swin else "encoder",
     )
 
 
+def _gloria(shapes: Shapes) -> GLoRIAConfig:
+    return GLoRIAConfig(**bert_fields(shapes, "bioclinicalbert"), projection_dim=shapes["image_head.weight"][0])
+
+
 def _mgca(shapes: Shapes) -> MGCAConfig:
-    image, text = image_arguments(shapes, {}), text_arguments(shapes, {"name": "bioclinicalbert"})
-    text.pop("vocab_size", None)
-    from_shapes = {
-        "image_encoder": image.pop("name"),
-        "text_encoder": text.pop("name"),
-        "vocab_size": shapes[f"{TEXT}embeddings.word_embeddings.weight"][0],
-        "projection_dim": shapes["image_head.outer.weight"][0],
-        "hidden_dim": shapes["image_head.inner.weight"][0],
-        "num_prototypes": shapes["prototype_layer.weight"][0],
-    }
-    if "image_size" in image:  # a ViT, which takes images of its own size only
-        from_shapes |= {"image_size": image.pop("image_size"), "encoder_size": None, "patch_level": -1}
-    return MGCAConfig(**from_shapes, image_arguments=image, text_arguments=text)
+    fields = bert_fields(shapes, "bioclinicalbert")
+    if "image_size" in fields:  # a ViT, which takes images of its own size only
+        fields |= {"encoder_size": None, "patch_level": -1}
+    return MGCAConfig(
+        **fields,
+        projection_dim=shapes["image_head.outer.weight"][0],
+        hidden_dim=shapes["image_head.inner.weight"][0],
+        num_prototypes=shapes["prototype_layer.weight"][0],
+    )
 
 
 def _lovt(shapes: Shapes) -> LoVTConfig:
-    image, text = image_arguments(shapes, {}), text_arguments(shapes, {"name": "bioclinicalbert"})
-    text.pop("vocab_size", None)
-    from_shapes = {
-        "image_encoder": image.pop("name"),
-        "text_encoder": text.pop("name"),
-        "vocab_size": shapes[f"{TEXT}embeddings.word_embeddings.weight"][0],
-        "max_tokens": shapes[f"{TEXT}embeddings.position_embeddings.weight"][0],
-        "projection_dim": shapes["image_head.outer.weight"][0],
-        "hidden_dim": shapes["image_head.inner.weight"][0],
-        "frozen_text_layers": 0,
-    }
-    return LoVTConfig(**from_shapes, image_arguments=image, text_arguments=text)
+    return LoVTConfig(
+        **bert_fields(shapes, "bioclinicalbert"),
+        max_tokens=shapes[f"{TEXT}embeddings.position_embeddings.weight"][0],
+        projection_dim=shapes["image_head.outer.weight"][0],
+        hidden_dim=shapes["image_head.inner.weight"][0],
+        frozen_text_layers=0,
+    )
 
 
 def _convirt(shapes: Shapes) -> ConVIRTConfig:
-    image, text = image_arguments(shapes, {}), text_arguments(shapes, {"name": "bioclinicalbert"})
     return ConVIRTConfig(
-        image_encoder=image["name"],
-        text_encoder=text["name"],
+        **bert_fields(shapes, "bioclinicalbert"),
         projection_dim=shapes["image_head.2.weight"][0],
-        vocab_size=shapes[f"{TEXT}embeddings.word_embeddings.weight"][0],
         **_convirt_heads(shapes),
     )
 

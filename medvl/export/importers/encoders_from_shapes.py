@@ -85,6 +85,27 @@ def text_arguments(shapes: Shapes, options: Options) -> dict[str, Any]:
     return _clip_text(encoder, shapes.get(f"{TEXT_PROJECTION}matrix", (0, 512))[1]) | dict(options)
 
 
+def encoder_fields(shapes: Shapes, image: Options, text: Options) -> dict[str, Any]:
+    """Return the fields of a system's config that describe its two encoders, without projections, which it sets."""
+    image_options, text_options = image_arguments(shapes, image), text_arguments(shapes, text)
+    image_options.pop("projection", None)
+    sized = {"image_size": image_options.pop("image_size")} if "image_size" in image_options else {}
+    return {
+        "image_encoder": image_options.pop("name"),
+        "text_encoder": text_options.pop("name"),
+        "vocab_size": text_options.pop("vocab_size", None),
+        "image_arguments": image_options,
+        "text_arguments": text_options,
+        **sized,
+    }
+
+
+def bert_fields(shapes: Shapes, preset: str) -> dict[str, Any]:
+    """Return `encoder_fields` of a system whose text encoder is a BERT, with the size of its vocabulary."""
+    fields = encoder_fields(shapes, {}, {"name": preset})
+    return {**fields, "vocab_size": shapes[f"{TEXT}embeddings.word_embeddings.weight"][0]}
+
+
 def count(shapes: Shapes, prefix: str) -> int:
     """Return the number of numbered children after a prefix, as in `blocks.11.norm1.weight`.
 

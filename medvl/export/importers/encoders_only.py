@@ -12,14 +12,10 @@ _STATISTICS = (
     f"The pixel statistics are ImageNet's ({IMAGENET_MEAN}, {IMAGENET_STD}), the encoder's default; those of this "
     "system are not known."
 )
-_CLIP_LEFTOVER = "a remainder of CLIP's text encoder, never used"
 _FUSION = "the fusion-encoder of this system, which medvl does not have"
 
 _METER_TOWERS = (
-    *backbones.clip_image("vision_encoder.visual."),
-    drop("vision_encoder.positional_embedding", _CLIP_LEFTOVER),
-    drop("vision_encoder.token_embedding.weight", _CLIP_LEFTOVER),
-    drop("vision_encoder.ln_final.*", _CLIP_LEFTOVER),
+    *backbones.clip_image_tower("vision_encoder"),
     *bert("language_encoder."),
     drop("multi_modal_**", _FUSION),
     drop("modality_type_embeddings.weight", _FUSION),

@@ -5,13 +5,20 @@ from typing import Any
 
 from medvl.export.importers.backbones import (
     TEXT,
-    WORD_HEAD,
     bert,
-    clip_image,
+    clip_image_tower,
     sequential_resnet,
+    tied_word_head,
     vision_transformer,
+    word_head,
 )
-from medvl.export.importers.encoders_from_shapes import attention_heads, count, image_arguments, text_arguments
+from medvl.export.importers.encoders_from_shapes import (
+    attention_heads,
+    count,
+    encoder_fields,
+    image_arguments,
+    text_arguments,
+)
 from medvl.export.importers.importer import Importer
 from medvl.export.importers.key_map import KeyRule, Shapes, drop, keep, same
 from medvl.models.fusion_encoders.lxmert import LXMERTConfig
@@ -21,8 +28,6 @@ from medvl.models.fusion_encoders.ptunifier import PTUnifierConfig
 from medvl.models.fusion_encoders.streams import DualStreamConfig
 from medvl.models.fusion_encoders.vilt import ViLTConfig
 from medvl.models.fusion_encoders.visualbert import VisualBERTConfig
-
-_CLIP_LEFTOVER = "a remainder of CLIP's text encoder, never used"
 
 
 def _bert_attention(source: str, target: str) -> list[KeyRule]:
@@ -39,11 +44,6 @@ def _bert_feed_forward(inner: str, outer: str, target: str) -> list[KeyRule]:
         keep(f"{outer}.dense.*", f"{target}.outer.*"),
         keep(f"{outer}.LayerNorm.*", f"{target}.norm.*"),
     ]
-
-
-def word_head(source: str, target: str = "mlm_head") -> list[KeyRule]:
-    """Return the rules of a head for masked words, without its table of words."""
-    return [keep(f"{source}.{old}", f"{target}.{new}") for old, new in WORD_HEAD.items()]
 
 
 def _bert_embeddings(source: str) -> list[KeyRule]:
@@ -84,23 +84,10 @@ def _pixel_decoder() -> list[KeyRule]:
     ]
 
 
-def _encoders(shapes: Shapes, text_preset: str) -> dict[str, Any]:
-    image, text = image_arguments(shapes, {}), text_arguments(shapes, {"name": text_preset})
-    image.pop("projection", None)
-    fields = {
-        "image_encoder": image.pop("name"),
-        "text_encoder": text.pop("name"),
-        "vocab_size": text.pop("vocab_size", None),
-    }
-    if "image_size" in image:
-        fields["image_size"] = image.pop("image_size")
-    return {**fields, "image_arguments": image, "text_arguments": text}
-
-
 def _streams(shapes: Shapes) -> dict[str, Any]:
     intermediate, width = shapes["fusion.text_layers.0.feed_forward.inner.weight"]
     return {
-        **_encoders(shapes, "roberta"),
+        **encoder_fields(shapes, {}, {"name": "roberta"}),
         "width": width,
         "layers": count(shapes, "fusion.text_layers."),
         "heads": attention_heads(width),
@@ -126,7 +113,7 @@ def _ptunifier(shapes: Shapes) -> PTUnifierConfig:
 
 
 def _medvill(shapes: Shapes) -> MedViLLConfig:
-    return MedViLLConfig(**_encoders(shapes, "bert"))
+    return MedViLLConfig(**encoder_fields(shapes, {}, {"name": "bert"}))
 
 
 def _meter(image: str, text: str, sides: tuple[str, str], names: Mapping[str, str]) -> list[KeyRule]:
@@ -139,10 +126,7 @@ def _meter(image: str, text: str, sides: tuple[str, str], names: Mapping[str, st
     """
     vision, language = sides
     return [
-        *clip_image(f"{image}.visual."),
-        drop(f"{image}.positional_embedding", _CLIP_LEFTOVER),
-        drop(f"{image}.token_embedding.weight", _CLIP_LEFTOVER),
-        drop(f"{image}.ln_final.*", _CLIP_LEFTOVER),
+        *clip_image_tower(image),
         *bert(f"{text}."),
         keep(f"{names['text_input']}.*", "text_input.*"),
         keep(f"{names['image_input']}.*", "image_input.project.*"),
@@ -151,7 +135,7 @@ def _meter(image: str, text: str, sides: tuple[str, str], names: Mapping[str, st
         *co_attention_layer(f"{vision}_layers.*", "fusion.image_layers.*"),
         keep(f"{language}_pooler.dense.*", "fusion.text_pooler.dense.*"),
         keep(f"{vision}_pooler.dense.*", "fusion.image_pooler.dense.*"),
-        *word_head(names["mlm"]),
+        *word_head(names["mlm"], "mlm_head"),
         keep(f"{names['mlm']}.decoder.weight", "mlm_head.words.weight"),
         keep(f"{names['itm']}.fc.*", "itm_head.*"),
     ]
@@ -212,7 +196,7 @@ _MEDVILL = Importer(
         *sequential_resnet("enc.img_encoder.model."),
         keep("enc.encoder.layer.**", f"{TEXT}encoder.layer.**"),
         keep("enc.pooler.dense.*", "pooler.dense.*"),
-        *word_head("mlm.predictions"),
+        *word_head("mlm.predictions", "mlm_head"),
         same("mlm.predictions.decoder.weight", "enc.txt_embeddings.word_embeddings.weight"),
         keep("itm.linear.*", "itm_head.*"),
     ),
@@ -278,10 +262,6 @@ def _vilt(shapes: Shapes) -> ViLTConfig:
     )
 
 
-_PREDICTIONS = (
-    *word_head("cls.predictions"),
-    same("cls.predictions.decoder.bias", "cls.predictions.bias"),
-)
 _VISUALBERT = Importer(
     name="visualbert",
     title="VisualBERT (Li et al. 2019): BERT over words and regions",
@@ -293,8 +273,7 @@ _VISUALBERT = Importer(
         *_bert_embeddings("visual_bert.embeddings"),
         keep("visual_bert.encoder.layer.**", f"{TEXT}encoder.layer.**"),
         keep("visual_bert.pooler.dense.*", "pooler.dense.*"),
-        *_PREDICTIONS,
-        same("cls.predictions.decoder.weight", "visual_bert.embeddings.word_embeddings.weight"),
+        *tied_word_head("cls.predictions", "visual_bert.embeddings.word_embeddings.weight", "mlm_head"),
         keep("cls.seq_relationship.*", "itm_head.*", change="reverse"),
     ),
     system=_visualbert,
@@ -333,8 +312,7 @@ _LXMERT = Importer(
             )
         ),
         keep("lxmert.pooler.dense.*", "pooler.dense.*"),
-        *_PREDICTIONS,
-        same("cls.predictions.decoder.weight", "lxmert.embeddings.word_embeddings.weight"),
+        *tied_word_head("cls.predictions", "lxmert.embeddings.word_embeddings.weight", "mlm_head"),
         keep("cls.seq_relationship.*", "itm_head.*"),
         keep("obj_predict_head.transform.dense.*", "region_head.0.*"),
         keep("obj_predict_head.transform.LayerNorm.*", "region_head.2.*"),
@@ -354,7 +332,7 @@ _VILT = Importer(
         *_bert_embeddings("text_embeddings"),
         keep("token_type_embeddings.weight", "modality.weight"),
         keep("pooler.dense.*", "pooler.dense.*"),
-        *word_head("mlm_score"),
+        *word_head("mlm_score", "mlm_head"),
         keep("mlm_score.decoder.weight", "mlm_head.words.weight"),
         keep("itm_score.fc.*", "itm_head.*"),
         drop("mpp_score.**", "a pretraining head that medvl's ViLT does not have"),
