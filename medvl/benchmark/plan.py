@@ -29,10 +29,6 @@ class Plan:
     left_out: Mapping[str, str]
     """Systems that cannot take part -> reason."""
 
-    def by_key(self) -> dict[str, Run]:
-        """Return the runs by key."""
-        return {run.key: run for run in self.runs}
-
 
 def plan_runs(config: BenchmarkConfig, out: Path) -> Plan:
     """Return all runs of a benchmark whose folder is `out`.

@@ -54,8 +54,8 @@ class OpeniReport:
 def iter_openi_reports(path: Path | str, *, folders: InputFolders = ANYWHERE) -> Iterator[OpeniReport]:
     """Yield the reports below a folder, sorted by file name, or in a `.tgz`, in its order, without unpacking to disk.
 
-    Raises CorpusError when there is no report, a report is damaged, or the archive contains links, paths outside it,
-    or far too large files.
+    Raises CorpusError when there is no report, a report is damaged, too large or has a document type (whose entities
+    can expand a small file to gigabytes), or the archive contains links, paths outside it, or far too large files.
     """
     path = Path(path)
     count = 0
@@ -66,21 +66,7 @@ def iter_openi_reports(path: Path | str, *, folders: InputFolders = ANYWHERE) ->
         raise CorpusError(f"{path} has no XML reports: expected NLMCXR_reports.tgz, or the folder in it", "empty")
 
 
-def read_openi_xml(source: Path | str | bytes) -> OpeniReport:
-    """Read a report from a file or bytes.
-
-    Raises CorpusError when it is damaged, too large, not a report of the collection, or has a document type (whose
-    entities can expand a small file to gigabytes).
-    """
-    if isinstance(source, bytes):
-        return _parse(source, "the XML report")
-    path = Path(source)
-    return _parse(_read_bounded(path, ANYWHERE), str(path))
-
-
 def _parse(data: bytes, where: str) -> OpeniReport:
-    if len(data) > MAX_XML_BYTES:
-        raise CorpusError(f"{where} has more than {MAX_XML_BYTES} bytes: not a report", "too_large")
     try:
         return _report(parse_xml(data))
     except ElementTree.ParseError as error:

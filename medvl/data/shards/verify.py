@@ -9,13 +9,12 @@ from pathlib import Path
 import numpy as np
 from tqdm import tqdm
 
-from medvl.common.files import sha256
 from medvl.data.images.codecs import decode_image
 from medvl.data.shards.duplicate_images import SharedImage, hash_images, shared_images
 from medvl.data.shards.format import IMAGE_SUFFIXES, NO_IMAGE, Index, Manifest, Shard, sample_from_json
 from medvl.data.shards.source import ShardSource
 from medvl.data.shards.tar_reader import read_members
-from medvl.data.shards.verify_regions import RegionVerification, verify_regions
+from medvl.data.shards.verify_regions import RegionVerification, check_hashes, unlisted_files, verify_regions
 from medvl.data.storage.location import Location, local_copy, locate
 from medvl.errors import ImageError, ShardError, SplitError
 
@@ -61,11 +60,7 @@ def verify_shards(
     for shard in tqdm(manifest.shards, desc=f"verify {manifest.split}", disable=not progress):
         with local_copy(folder, [f"{shard.name}.tar", f"{shard.name}.index"]) as local:
             problems += _check_shard(local, shard, manifest, keys, patients, decode)
-    listed = {shard.name + suffix for shard in manifest.shards for suffix in (".tar", ".index")}
-    unlisted = sorted(
-        path.name for path in folder.glob("*") if path.suffix in (".tar", ".index") and path.name not in listed
-    )
-    problems += [f"{name} is not in the manifest" for name in unlisted]
+    problems += unlisted_files(folder, manifest.shards)
     if not problems:
         problems += _check_totals(manifest, keys, patients)
     return Verification(folder, manifest, tuple(problems), tuple(verify_regions(folder, manifest)))
@@ -141,12 +136,8 @@ def _check_shard(
     folder: Path, shard: Shard, manifest: Manifest, keys: set[str], patients: set[str], decode: bool
 ) -> list[str]:
     tar = folder / f"{shard.name}.tar"
-    for path, expected in ((tar, shard.sha256), (tar.with_suffix(".index"), shard.index_sha256)):
-        try:
-            if sha256(path) != expected:
-                return [f"{path.name}: sha256 differs from the manifest"]
-        except FileNotFoundError:
-            return [f"{path.name} is missing"]
+    if differing := check_hashes(tar, shard):
+        return differing
     try:
         index = Index.read(tar.with_suffix(".index"))
         return _check_members(tar, index, shard, manifest, keys, patients, decode)

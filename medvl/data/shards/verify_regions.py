@@ -1,12 +1,13 @@
 """Verification of the regions of a folder of shards against their manifests."""
 
 import dataclasses
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 
 from medvl.common.files import sha256
-from medvl.data.shards.format import REGION_SUFFIX, Manifest
+from medvl.data.shards.format import REGION_SUFFIX, Manifest, Shard
 from medvl.data.shards.regions import REGIONS, RegionManifest, Regions, RegionShard, read_index
 from medvl.data.shards.tar_reader import read_members
 from medvl.data.storage.location import Location, local_copy
@@ -43,19 +44,34 @@ def _verify(folder: Location, shards: Manifest) -> RegionVerification:
         try:
             with local_copy(folder, [f"{shard.name}.tar", f"{shard.name}.index"]) as local:
                 problems += _check_shard(local, shard, manifest)
-        except (ShardError, FileNotFoundError) as error:
+        except ShardError as error:
             problems.append(f"{shard.name}.tar: {error}")
-    listed = {shard.name + suffix for shard in manifest.shards for suffix in (".tar", ".index")}
-    unlisted = sorted(path.name for path in folder.glob("*.*") if path.suffix in (".tar", ".index"))
-    problems += [f"{name} is not in the manifest" for name in unlisted if name not in listed]
+    problems += unlisted_files(folder, manifest.shards)
     return RegionVerification(folder.name, manifest, tuple(problems))
+
+
+def unlisted_files(folder: Location, shards: Sequence[Shard | RegionShard]) -> list[str]:
+    """Return a problem for each tar and index of a folder that is not in its manifest."""
+    found = {path.name for path in folder.glob("*") if path.suffix in (".tar", ".index")}
+    listed = {shard.name + suffix for shard in shards for suffix in (".tar", ".index")}
+    return [f"{name} is not in the manifest" for name in sorted(found - listed)]
+
+
+def check_hashes(tar: Path, shard: Shard | RegionShard) -> list[str]:
+    """Return a problem where a tar or its index is missing or not the one of the manifest."""
+    for path, expected in ((tar, shard.sha256), (tar.with_suffix(".index"), shard.index_sha256)):
+        try:
+            if sha256(path) != expected:
+                return [f"{path.name}: sha256 differs from the manifest"]
+        except FileNotFoundError:
+            return [f"{path.name} is missing"]
+    return []
 
 
 def _check_shard(folder: Path, shard: RegionShard, manifest: RegionManifest) -> list[str]:
     tar = folder / f"{shard.name}.tar"
-    for path, expected in ((tar, shard.sha256), (tar.with_suffix(".index"), shard.index_sha256)):
-        if sha256(path) != expected:
-            return [f"{path.name}: sha256 differs from the manifest"]
+    if differing := check_hashes(tar, shard):
+        return differing
     keys, place_N2 = read_index(tar.with_suffix(".index"))
     rows = {f"{key}.{REGION_SUFFIX}": place_N2[row] for row, key in enumerate(keys) if place_N2[row, 1]}
     images, regions, problems = len(rows), 0, []

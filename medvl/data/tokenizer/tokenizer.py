@@ -181,10 +181,6 @@ class Tokenizer:
         """Text of each id; joining those of a text gives it back (`medvl.data.tokenizer.word_boundaries`)."""
         return token_texts(self._backend, self.vocab_size, self._special)
 
-    def word_starts(self, ids_BT: Tensor, mask_BT: Tensor) -> Tensor:
-        """Return (B, T) bool: True on the first sub-word of every word; False on special tokens and padding."""
-        return self._words.starts(ids_BT, mask_BT)
-
     def sentence_ids(self, texts: Sequence[str], spans: Sequence[Sequence[tuple[int, int]]]) -> Tensor:
         """Return (B, T) int64: index of the span that contains each token, -1 for none; T is that of the encoded texts.
 

@@ -21,7 +21,6 @@ from medvl.eval.generation.neighbours import manifolds
 
 ALL = "all images"
 _MATCHED = ("frechet_distance", "kernel_distance", "precision", "recall", "density", "coverage")
-_MANIFOLDS = ("precision", "density", "recall", "coverage")
 _SIDE = 128
 _PAIRS = 500
 

@@ -12,7 +12,7 @@ from helpers.errors import raises
 from helpers.figure_files import xml
 
 from medvl.data.reports import openi_xml
-from medvl.data.reports.openi_xml import OpeniImage, iter_openi_reports, read_openi_xml
+from medvl.data.reports.openi_xml import OpeniImage, OpeniReport, iter_openi_reports
 from medvl.errors import CorpusError
 
 
@@ -27,8 +27,14 @@ def archive(path: Path, members: list[tuple[str, bytes]], **fields: object) -> P
     return path
 
 
-def test_read_openi_xml():
-    report = read_openi_xml(xml(7))
+def read(folder: Path, data: bytes) -> OpeniReport:
+    (folder / "1.xml").write_bytes(data)
+    [report] = iter_openi_reports(folder)
+    return report
+
+
+def test_a_report_is_read(tmp_path):
+    report = read(tmp_path, xml(7))
     assert report.id == "CXR7"
     assert dict(report.sections) == {
         "comparison": "None.",
@@ -46,7 +52,6 @@ def test_folder_and_archive_give_equal_reports(tmp_path):
     folder.mkdir()
     for number in (10, 2, 1):
         (folder / f"{number}.xml").write_bytes(xml(number))
-    assert read_openi_xml(folder / "10.xml").id == "CXR10"
     reports = list(iter_openi_reports(folder))
     assert [report.id for report in reports] == ["CXR1", "CXR2", "CXR10"]
     members = [(f"ecgen-radiology/{number}.xml", xml(number)) for number in (1, 2, 10)]
@@ -76,17 +81,20 @@ BOMB = b"""<!DOCTYPE lolz [<!ENTITY a "aaaaaaaaaa"><!ENTITY b "&a;&a;&a;&a;&a;&a
         (b" " * (openi_xml.MAX_XML_BYTES + 1), ("too_large",)),
     ],
 )
-def test_invalid_xml_raises(data, expected):
+def test_invalid_xml_raises(data, expected, tmp_path):
     with raises(CorpusError, *expected) as caught:
-        read_openi_xml(data)
+        read(tmp_path, data)
     assert "secret" not in str(caught.value)
 
 
 def test_missing_files_and_empty_folders_raise(tmp_path):
+    (tmp_path / "dangling").mkdir()
+    (tmp_path / "dangling" / "1.xml").symlink_to(tmp_path / "nowhere.xml")
     with raises(CorpusError, "unreadable", names="1.xml"):
-        read_openi_xml(tmp_path / "1.xml")
+        list(iter_openi_reports(tmp_path / "dangling"))
+    (tmp_path / "empty").mkdir()
     with raises(CorpusError, "empty"):
-        list(iter_openi_reports(tmp_path))
+        list(iter_openi_reports(tmp_path / "empty"))
     with raises(CorpusError, "not_found"):
         list(iter_openi_reports(tmp_path / "missing"))
 
