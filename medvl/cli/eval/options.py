@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 
+from medvl.errors import ConfigError
+
 if TYPE_CHECKING:
     from medvl.data.loading.loader import Loader
     from medvl.data.shards.format import Manifest
@@ -48,9 +50,7 @@ class RunOptions:
 
     def folder(self, checkpoint: Path, task: str) -> Path:
         """Return the output folder."""
-        from medvl.eval.core.publish import default_folder
-
-        return self.out or default_folder(checkpoint, task)
+        return self.out or run_folder(checkpoint, task)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -87,6 +87,15 @@ class LabelOptions:
         from medvl.eval.classification.label_policy import LabelPolicy
 
         return LabelPolicy(uncertain=self.uncertain, missing=self.missing)
+
+
+def run_folder(checkpoint: Path | None, task: str) -> Path:
+    """Return the default output folder. Raises ConfigError without a checkpoint, as there is no run then."""
+    from medvl.eval.core.publish import default_folder
+
+    if checkpoint is None:
+        raise ConfigError("--encoder needs --out: there is no run to hold the results", "missing", field="out")
+    return default_folder(checkpoint, task)
 
 
 _SCREEN_LINES = 38

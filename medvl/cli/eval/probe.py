@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from medvl.cli.eval.options import LabelOptions, RunOptions, publish_result
+from medvl.cli.eval.options import LabelOptions, RunOptions, publish_result, run_folder
 from medvl.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ def probe(
     from medvl.eval.probing.page import write_probe_page
 
     probed = _open_encoder(image, test, shared.device)
-    folder = shared.out or _default_folder(image)
+    folder = shared.out or run_folder(image.checkpoint, "probe_random" if image.random_encoder else "probe")
     features = functools.partial(_features, probed, cache or folder.parent / "features", shared, levels)
     result = linear_probe(
         features(train, synthetic=True),
@@ -103,14 +103,6 @@ def _open_encoder(options: EncoderOptions, test: Path, device: str) -> "ProbedEn
         return probed
     message = "expected --checkpoint (with --random-encoder for the baseline) or --encoder; give exactly one"
     raise ConfigError(message, "conflict", field="checkpoint")
-
-
-def _default_folder(options: EncoderOptions) -> Path:
-    from medvl.eval.core.publish import default_folder
-
-    if options.checkpoint is None:
-        raise ConfigError("--encoder needs --out: there is no run to hold the results", "missing", field="out")
-    return default_folder(options.checkpoint, "probe_random" if options.random_encoder else "probe")
 
 
 def _hashes(options: EncoderOptions, probed: "ProbedEncoder") -> dict[str, str | None]:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from medvl.cli.eval.options import publish_result
+from medvl.cli.eval.options import publish_result, run_folder
 from medvl.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -110,7 +110,8 @@ def text(
             print(f"Left out: {reason}", flush=True)
     if not names:
         raise ConfigError(f"{data} has no complete task; see data_cards/blurb.md", "not_found", field="data")
-    folder, encoder = out or _default_folder(text), _open_encoder(text, random=text.random_weights)
+    folder = out or run_folder(text.checkpoint, "text_random" if text.random_weights else "text")
+    encoder = _open_encoder(text, random=text.random_weights)
     other = _open_encoder(text, random=True) if compare_random else None
     where = resolve_device(device)
     result = evaluate_text_tasks(
@@ -118,14 +119,6 @@ def text(
     )
     page = functools.partial(write_text_page, result, examples=examples)
     publish_result(result, folder, page, encoder.name, str(data.name), everything=all)
-
-
-def _default_folder(options: TextEncoderOptions) -> Path:
-    from medvl.eval.core.publish import default_folder
-
-    if options.checkpoint is None:
-        raise ConfigError("--encoder needs --out: there is no run to hold the results", "missing", field="out")
-    return default_folder(options.checkpoint, "text_random" if options.random_weights else "text")
 
 
 def _open_encoder(options: TextEncoderOptions, *, random: bool) -> "EvaluatedEncoder":

@@ -3,14 +3,11 @@
 import dataclasses
 from collections import Counter
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from types import ModuleType
+from typing import Any, Literal
 
 from medvl.cli.shards.corpora import Flat, convert, deidentifier
 from medvl.data.convert.options import ShardOptions, ShardRun
-
-if TYPE_CHECKING:
-    from medvl.data.corpora.common.tables import Plan
-    from medvl.data.privacy.deidentify import Deidentifier
 
 
 def vqa_rad(
@@ -31,8 +28,7 @@ def vqa_rad(
     """
     from medvl.data.corpora.questions import vqa_rad as corpus
 
-    deid = deidentifier(run.salt_file, new_salt=run.new_salt)
-    return _convert(corpus.plan(root, deid, split=split, follow_links=options.follow_links), deid, run, options)
+    return _convert(corpus, root, run, options, split=split)
 
 
 def slake(root: Path, run: Flat[ShardRun], options: Flat[ShardOptions], *, language: Literal["en", "zh"] = "en") -> str:
@@ -46,8 +42,7 @@ def slake(root: Path, run: Flat[ShardRun], options: Flat[ShardOptions], *, langu
     """
     from medvl.data.corpora.questions import slake as corpus
 
-    deid = deidentifier(run.salt_file, new_salt=run.new_salt)
-    return _convert(corpus.plan(root, deid, language=language, follow_links=options.follow_links), deid, run, options)
+    return _convert(corpus, root, run, options, language=language)
 
 
 def vqa_med(
@@ -72,9 +67,7 @@ def vqa_med(
     """
     from medvl.data.corpora.questions import vqa_med as corpus
 
-    deid = deidentifier(run.salt_file, new_salt=run.new_salt)
-    plan = corpus.plan(root, deid, categories=categories, follow_links=options.follow_links)
-    return _convert(plan, deid, run, options)
+    return _convert(corpus, root, run, options, categories=categories)
 
 
 def path_vqa(root: Path, run: Flat[ShardRun], options: Flat[ShardOptions]) -> str:
@@ -87,15 +80,14 @@ def path_vqa(root: Path, run: Flat[ShardRun], options: Flat[ShardOptions]) -> st
     """
     from medvl.data.corpora.questions import path_vqa as corpus
 
-    deid = deidentifier(run.salt_file, new_salt=run.new_salt)
-    return _convert(
-        corpus.plan(root, deid, follow_links=options.follow_links), deid, run, dataclasses.replace(options, color=True)
-    )
+    return _convert(corpus, root, run, dataclasses.replace(options, color=True))
 
 
-def _convert(plan: "Plan", deid: "Deidentifier", run: ShardRun, options: ShardOptions) -> str:
+def _convert(corpus: ModuleType, root: Path, run: ShardRun, options: ShardOptions, **choices: Any) -> str:
     from medvl.data.annotations.questions import questions_of
 
+    deid = deidentifier(run.salt_file, new_salt=run.new_salt)
+    plan = corpus.plan(root, deid, **choices, follow_links=options.follow_links)
     summary = convert(plan, deid, run, dataclasses.replace(options, keep_textless=True))
     counts = Counter(question.split for record in plan.records for question in questions_of(record.sample))
     return "\n".join([", ".join(f"{count} questions in {split}" for split, count in counts.items()), summary])

@@ -311,7 +311,7 @@ def _read_frame(file: DicomFile, layout: PixelLayout, location: Location, index:
     stream, limits = file.stream, file.stream.limits
     offsets, lengths = file.elements.raw(Tag.FRAME_OFFSETS), file.elements.raw(Tag.FRAME_LENGTHS)
     tables = (offsets, lengths) if offsets and lengths else None
-    stream.limit_reads(_encoded_limit(limits))
+    stream.limit_reads(limits.encoded_bytes + 4 * limits.frames + 8 * limits.elements)
     stream.seek(location.offset + 4)
     if int.from_bytes(stream.read_exactly(4), "little") > 4 * limits.frames:
         raise DicomError("the table of frame offsets is over DicomLimits.frames", "too_large", field="frames")
@@ -327,7 +327,3 @@ def _read_frame(file: DicomFile, layout: PixelLayout, location: Location, index:
         return get_frame(stream, index, number_of_frames=layout.frames, extended_offsets=tables)
     except (ValueError, struct.error):
         raise DicomError("the compressed pixel data are not complete fragments", "malformed") from None
-
-
-def _encoded_limit(limits: DicomLimits) -> int:
-    return limits.encoded_bytes + 4 * limits.frames + 8 * limits.elements

@@ -22,8 +22,7 @@ from torch.utils.data import Dataset
 
 from medvl.common.ranks import check_ranks
 from medvl.data.loading.collate import SkippedSample
-from medvl.data.loading.loader import Loader, check_settings, train_sampler
-from medvl.data.loading.sampler import BatchSampler, EvalSampler
+from medvl.data.loading.loader import Loader, batch_sampler, check_settings
 from medvl.errors import ShardError
 from medvl.schema import Batch
 
@@ -82,20 +81,16 @@ class LatentCache:
             states_BTD=None if states is None else torch.from_numpy(states[texts, :longest].astype(np.float32)),
         )
 
+    def collate(self, positions: Sequence[int]) -> tuple[LatentBatch, list[SkippedSample]]:
+        """Return the batch of these images; none is skipped."""
+        return self.batch(positions), []
+
 
 class _Positions(Dataset[int]):
     """Positions of a cache, indexed by (epoch, position)."""
 
     def __getitem__(self, place: tuple[int, int]) -> int:
         return place[1]
-
-
-class _Collate:
-    def __init__(self, cache: LatentCache) -> None:
-        self.cache = cache
-
-    def __call__(self, positions: Sequence[int]) -> tuple[Batch | None, list[SkippedSample]]:
-        return self.cache.batch(positions), []
 
 
 def open_latent_loader(
@@ -111,8 +106,6 @@ def open_latent_loader(
     rank, world = check_ranks(rank, world, train=train)
     check_settings(len(cache), batch, train, world, 0)
     source: Any = cache
-    sampler: BatchSampler = EvalSampler(len(cache), batch, seed, rank, world)
-    if train:
-        sampler = train_sampler(source, batch, seed, rank, world)
+    sampler = batch_sampler(source, batch, seed, rank, world, train=train)
     dataset: Any = _Positions()
-    return Loader(source, sampler, dataset, _Collate(cache), workers=0, max_skipped=0, timeout=0)
+    return Loader(source, sampler, dataset, cache.collate, workers=0, max_skipped=0, timeout=0)

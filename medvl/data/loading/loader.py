@@ -320,9 +320,7 @@ def open_loader(
     rank, world = check_ranks(rank, world, train=train)
     check_settings(len(source), batch, train, world, workers)
     _check_together(together, image_keys)
-    sampler: BatchSampler = EvalSampler(len(source), batch, seed, rank, world)
-    if train:
-        sampler = train_sampler(source, batch, seed, rank, world, together)
+    sampler = batch_sampler(source, batch, seed, rank, world, train=train, together=together)
     shared = None if train and together == 1 else image_keys
     _check_inputs(inputs or Inputs(), source, shared)
     maker = ItemMaker(image, text, source.label_names, seed, inputs, targets)
@@ -331,8 +329,12 @@ def open_loader(
     return Loader(source, sampler, samples, collate, workers=workers, max_skipped=max_skipped, timeout=timeout)
 
 
-def train_sampler(source: Source, batch: int, seed: int, rank: int, world: int, together: int = 1) -> TrainSampler:
-    """Return the shuffled batches of this rank, in stated shares where the source has any."""
+def batch_sampler(
+    source: Source, batch: int, seed: int, rank: int, world: int, *, train: bool, together: int = 1
+) -> BatchSampler:
+    """Return the batches of this rank: in training shuffled, in stated shares where the source has any."""
+    if not train:
+        return EvalSampler(len(source), batch, seed, rank, world)
     if isinstance(source, ConcatSource) and source.weights is not None:
         return MixedSampler(source.counts, source.weights, batch, seed, rank, world)
     image_keys: Sequence[str] | None = getattr(source, "image_keys", None)

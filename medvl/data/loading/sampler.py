@@ -61,12 +61,16 @@ class TrainSampler(BatchSampler):
     def __len__(self) -> int:
         return self.count // self.global_batch
 
+    def passes(self, epoch: int) -> np.ndarray:
+        """Return (N, 2) int64: the epoch and the position of each sample of an epoch, in order."""
+        order_N = self.order(epoch)
+        return np.stack([np.full_like(order_N, epoch), order_N], axis=1)
+
     def __iter__(self) -> Iterator[list[tuple[int, int]]]:
-        epoch, order = self.epoch, self.order(self.epoch)
-        local = self.global_batch // self.world
+        passes_N2, local = self.passes(self.epoch), self.global_batch // self.world
         for batch in range(self.batch, len(self)):
             start = batch * self.global_batch + self.rank * local
-            yield [(epoch, int(position)) for position in order[start : start + local]]
+            yield [(number, position) for number, position in passes_N2[start : start + local].tolist()]
 
 
 class MixedSampler(TrainSampler):
@@ -108,13 +112,6 @@ class MixedSampler(TrainSampler):
                 parts.append(np.stack([np.full(len(place_K), number), start + order_N[place_K]], axis=1))
             start += count
         return np.concatenate(parts)[self.order(epoch)]
-
-    def __iter__(self) -> Iterator[list[tuple[int, int]]]:
-        draws_N2 = self.passes(self.epoch)
-        local = self.global_batch // self.world
-        for batch in range(self.batch, len(self)):
-            start = batch * self.global_batch + self.rank * local
-            yield [(number, position) for number, position in draws_N2[start : start + local].tolist()]
 
 
 class EvalSampler(BatchSampler):

@@ -17,36 +17,59 @@ from medvl.errors import ConfigError
 from medvl.schema import Sample
 
 
-class Subset:
-    """The samples of a source at some positions, in that order. `folder` is the source's, for messages."""
+class SourceView:
+    """Base class of views of a source, by default of the same samples in the same order.
+
+    Args:
+        source: the samples.
+        content: what determines the view, for its fingerprint.
+        label_names: label columns; None for those of the source.
+    """
+
+    def __init__(self, source: Source, content: bytes, label_names: Sequence[str] | None = None) -> None:
+        self.source, self.label_names = source, tuple(source.label_names if label_names is None else label_names)
+        self.fingerprint = hashlib.sha256(content).hexdigest()
+        self.folder = getattr(source, "folder", "the files")  # for messages
+        self.region_manifest = region_manifest_of(source)
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    def source_position(self, position: int) -> int:
+        """Return the position in the source of the sample at `position`."""
+        return position
+
+    def sample(self, position: int) -> Sample:
+        """Return the sample at `position`, without its pixels."""
+        return self.source.sample(self.source_position(position))
+
+    def pixels(self, position: int, color: bool = False) -> np.ndarray:
+        """Return the decoded image at `position`."""
+        return self.source.pixels(self.source_position(position), color)
+
+    def regions(self, position: int) -> Regions:
+        """Return the regions at `position`, of a source that has them."""
+        source: Any = self.source
+        regions: Regions = source.regions(self.source_position(position))
+        return regions
+
+
+class Subset(SourceView):
+    """The samples of a source at some positions, in that order."""
 
     def __init__(self, source: Source, positions: Sequence[int] | NDArray[np.int64]) -> None:
-        self.source, self.positions = source, np.asarray(positions, dtype=np.int64)
-        self.label_names = source.label_names
-        content = source.fingerprint.encode() + self.positions.astype("<i8").tobytes()
-        self.fingerprint = hashlib.sha256(content).hexdigest()
-        self.folder = getattr(source, "folder", "the files")
-        self.region_manifest = region_manifest_of(source)
+        self.positions = np.asarray(positions, dtype=np.int64)
+        super().__init__(source, source.fingerprint.encode() + self.positions.astype("<i8").tobytes())
 
     def __len__(self) -> int:
         return len(self.positions)
 
-    def sample(self, position: int) -> Sample:
-        """Return the sample at `position` of the subset."""
-        return self.source.sample(int(self.positions[position]))
-
-    def pixels(self, position: int, color: bool = False) -> np.ndarray:
-        """Return the decoded image at `position` of the subset."""
-        return self.source.pixels(int(self.positions[position]), color)
-
-    def regions(self, position: int) -> Regions:
-        """Return the regions at `position` of the subset, of a source that has them."""
-        source: Any = self.source
-        regions: Regions = source.regions(int(self.positions[position]))
-        return regions
+    def source_position(self, position: int) -> int:
+        """See the base class."""
+        return int(self.positions[position])
 
 
-class LabelPolicyView:
+class LabelPolicyView(SourceView):
     """A source whose labels are mapped to 1, 0 or absent, in chosen columns.
 
     Args:
@@ -62,14 +85,8 @@ class LabelPolicyView:
         names: Sequence[str],
         settle: Callable[[NDArray[np.float64], Sequence[str]], NDArray[np.float64]],
     ) -> None:
-        self.source, self.label_names, self.settle = source, tuple(names), settle
-        content = "\n".join([source.fingerprint, *self.label_names])
-        self.fingerprint = hashlib.sha256(content.encode()).hexdigest()
-        self.folder = getattr(source, "folder", "the files")
-        self.region_manifest = region_manifest_of(source)
-
-    def __len__(self) -> int:
-        return len(self.source)
+        super().__init__(source, "\n".join([source.fingerprint, *names]).encode(), names)
+        self.settle = settle
 
     def sample(self, position: int) -> Sample:
         """Return the sample at `position` with its mapped labels."""
@@ -79,18 +96,8 @@ class LabelPolicyView:
         kept = {name: int(row[name]) for name in self.label_names if name in row and not np.isnan(row[name])}
         return dataclasses.replace(sample, labels=kept)
 
-    def pixels(self, position: int, color: bool = False) -> np.ndarray:
-        """Return the decoded image at `position`."""
-        return self.source.pixels(position, color)
 
-    def regions(self, position: int) -> Regions:
-        """Return the regions at `position`, of a source that has them."""
-        source: Any = self.source
-        regions: Regions = source.regions(position)
-        return regions
-
-
-class OtherTexts:
+class OtherTexts(SourceView):
     """A source whose samples have no text, or the text of another sample, to measure what a model reads in the texts.
 
     Args:
@@ -99,23 +106,14 @@ class OtherTexts:
     """
 
     def __init__(self, source: Source, texts: Literal["none", "others"]) -> None:
-        self.source, self.texts = source, texts
-        self.label_names = source.label_names
-        self.fingerprint = hashlib.sha256(f"{source.fingerprint} {texts}".encode()).hexdigest()
-        self.folder = getattr(source, "folder", "the files")
-
-    def __len__(self) -> int:
-        return len(self.source)
+        super().__init__(source, f"{source.fingerprint} {texts}".encode())
+        self.texts = texts
 
     def sample(self, position: int) -> Sample:
         """Return the sample at `position` with its new text."""
         other = self.source.sample((position + len(self) // 2) % len(self))
         sections = {} if self.texts == "none" else other.sections
         return dataclasses.replace(self.source.sample(position), sections=sections)
-
-    def pixels(self, position: int, color: bool = False) -> np.ndarray:
-        """Return the decoded image at `position`."""
-        return self.source.pixels(position, color)
 
 
 def select_samples(

@@ -1,5 +1,6 @@
 """Loader of training sequences of text alone, with the order, resuming and randomness of `open_loader`."""
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -8,8 +9,7 @@ from torch.utils.data import Dataset
 
 from medvl.common.ranks import check_ranks
 from medvl.data.loading.collate import SkippedSample, sample_rng
-from medvl.data.loading.loader import Loader, check_settings, train_sampler
-from medvl.data.loading.sampler import BatchSampler, EvalSampler
+from medvl.data.loading.loader import Loader, batch_sampler, check_settings
 from medvl.data.loading.sources import Source
 from medvl.data.loading.worker_errors import TIMEOUT
 from medvl.errors import ShardError
@@ -65,16 +65,10 @@ class SequenceDataset(Dataset[Any]):
         return ""
 
 
-class SequenceCollate:
-    """Stack sequences into a batch."""
-
-    def __init__(self, sequences: SequenceMaker) -> None:
-        self.sequences = sequences
-
-    def __call__(self, items: Sequence[Any]) -> tuple[Batch | None, list[SkippedSample]]:
-        kept = [item for item in items if not isinstance(item, SkippedSample)]
-        skipped = [item for item in items if isinstance(item, SkippedSample)]
-        return self.sequences.collate(kept) if kept else None, skipped
+def _collate(sequences: SequenceMaker, items: Sequence[Any]) -> tuple[Batch | None, list[SkippedSample]]:
+    kept = [item for item in items if not isinstance(item, SkippedSample)]
+    skipped = [item for item in items if isinstance(item, SkippedSample)]
+    return sequences.collate(kept) if kept else None, skipped
 
 
 def open_text_loader(
@@ -105,9 +99,7 @@ def open_text_loader(
     """
     rank, world = check_ranks(rank, world, train=train)
     check_settings(len(source), batch, train, world, workers)
-    sampler: BatchSampler = EvalSampler(len(source), batch, seed, rank, world)
-    if train:
-        sampler = train_sampler(source, batch, seed, rank, world)
+    sampler = batch_sampler(source, batch, seed, rank, world, train=train)
     dataset: Any = SequenceDataset(source, sequences, seed, sections)
-    collate = SequenceCollate(sequences)
+    collate = functools.partial(_collate, sequences)
     return Loader(source, sampler, dataset, collate, workers=workers, max_skipped=max_skipped, timeout=timeout)

@@ -1,13 +1,11 @@
 """A source of pairs as pairs, images alone and texts alone, for training on data that are mostly unpaired."""
 
 import dataclasses
-import hashlib
 from typing import Literal
 
 import numpy as np
 
-from medvl.data.loading.subset import label_fraction
-from medvl.data.shards.regions import Regions
+from medvl.data.loading.subset import SourceView, label_fraction
 from medvl.data.shards.source import ShardSource
 from medvl.errors import ConfigError, ImageError
 from medvl.schema import Sample
@@ -15,7 +13,7 @@ from medvl.schema import Sample
 _PAIR, _IMAGE, _TEXT = range(3)
 
 
-class UnpairedSource:
+class UnpairedSource(SourceView):
     """The pairs of some patients; the samples of all others are an image without a text and a text without an image.
 
     The text alone has the key of its pair with `-text`, and both keep the labels. Pairs come first, then the images,
@@ -43,8 +41,6 @@ class UnpairedSource:
                 f"expected a fraction from 0 to 1, and pairs or unpaired samples, got {paired_fraction:g}, {others}"
             )
             raise ConfigError(message, "out_of_range", field="paired_fraction")
-        self.source, self.manifest, self.folder = source, source.manifest, source.folder
-        self.label_names, self.region_manifest = source.label_names, source.region_manifest
         everything = np.arange(len(source))
         patients = [source.sample(position).patient for position in range(len(source))]
         paired = label_fraction(patients, paired_fraction, seed) if paired_fraction else everything[:0]
@@ -52,7 +48,8 @@ class UnpairedSource:
         self._positions = np.concatenate([paired, alone, alone])
         self._kinds = np.repeat([_PAIR, _IMAGE, _TEXT], [len(paired), len(alone), len(alone)])
         content = source.fingerprint.encode() + self._positions.astype("<i8").tobytes()
-        self.fingerprint = hashlib.sha256(content + self._kinds.astype("<i8").tobytes()).hexdigest()
+        super().__init__(source, content + self._kinds.astype("<i8").tobytes())
+        self.manifest = source.manifest
 
     def __len__(self) -> int:
         return len(self._positions)
@@ -64,15 +61,8 @@ class UnpairedSource:
             return dataclasses.replace(sample, sections={})
         return dataclasses.replace(sample, key=f"{sample.key}-text") if self._kinds[position] == _TEXT else sample
 
-    def pixels(self, position: int, color: bool = False) -> np.ndarray:
-        """Return the decoded image. Raises ImageError, `no_image` for a text alone, or ShardError."""
-        return self.source.pixels(self._image_position(position), color)
-
-    def regions(self, position: int) -> Regions:
-        """Return the regions of the image. Raises ImageError, `no_image` for a text alone, or ShardError."""
-        return self.source.regions(self._image_position(position))
-
-    def _image_position(self, position: int) -> int:
+    def source_position(self, position: int) -> int:
+        """See the base class. Raises ImageError, `no_image`, for a text alone."""
         if self._kinds[position] == _TEXT:
             raise ImageError(f"{self.folder}: sample {position} has no image: it was separated", "no_image")
         return int(self._positions[position])

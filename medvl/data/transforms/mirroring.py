@@ -28,7 +28,7 @@ def mirror_labels(sample: Sample) -> Sample:
     if not any(_mirror_name(entry["label"]) != entry["label"] for entry in _regions(sample)):
         return dataclasses.replace(sample, labels=labels)
     regions = {
-        kind: [_mirror_entry(entry) for entry in entries]
+        kind: [{**entry, "label": _mirror_name(entry["label"])} if _is_named(entry) else entry for entry in entries]
         for kind in _REGIONS
         if isinstance(entries := sample.extra.get(kind), list)
     }
@@ -46,10 +46,6 @@ def _regions(sample: Sample) -> list[Mapping[str, Any]]:
 
 def _is_named(entry: Any) -> bool:
     return isinstance(entry, Mapping) and isinstance(entry.get("label"), str)
-
-
-def _mirror_entry(entry: Any) -> Any:
-    return {**entry, "label": _mirror_name(entry["label"])} if _is_named(entry) else entry
 
 
 @functools.lru_cache(1 << 12)

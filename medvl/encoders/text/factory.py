@@ -87,7 +87,7 @@ def create_text_encoder(
         pad_id=pad_id,
         layers=tuple(layers),
         reduce=reduce,
-        pool=pool or (preset.pool if preset else _default_pool(family)),
+        pool=pool or (preset.pool if preset else "eos" if family == "open_clip" else "cls"),
         projection=projection,
         arguments=arguments if preset else {**fields, **arguments},
     )
@@ -133,11 +133,6 @@ def _resolve(name: str) -> tuple[str, str, TextPreset | None, dict[str, Any]]:
     hint = f"did you mean {', '.join(near)}?" if near else f"the presets are {', '.join(TEXT_PRESETS)}."
     message = f"unknown text encoder {name!r}: {hint} Others: hf:TYPE, open_clip:NAME, static, or a local folder"
     raise ConfigError(message, "unknown_name", field="name")
-
-
-def _default_pool(family: str) -> Pool:
-    """Return the pooling of encoders without a preset."""
-    return "eos" if family == "open_clip" else "cls"
 
 
 def _build(

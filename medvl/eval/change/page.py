@@ -115,8 +115,7 @@ def _gallery(result: ChangeResult, pixels: Pixels, prior_pixels: Pixels, example
     strips = []
     for title, chosen_NL in (("Correct", predicted_NL == result.truth_NL), ("Wrong", predicted_NL != result.truth_NL)):
         places = np.argwhere(chosen_NL & labelled_NL)
-        spread = places[np.linspace(0, len(places) - 1, min(examples, len(places))).astype(int)] if len(places) else []
-        for row, column in spread:
+        for row, column in places[np.linspace(0, len(places) - 1, min(examples, len(places))).astype(int)]:
             strips.append(Strip(title=title, pictures=list(_pair(result, int(row), int(column), pixels, prior_pixels))))
     return Pictures(
         title="Pairs",

@@ -24,7 +24,7 @@ from medvl.eval.core.metrics import Array
 from medvl.eval.core.results import Results
 from medvl.eval.core.subgroup_metrics import Masks, subgroup_metrics
 from medvl.eval.core.subgroups import subgroup_masks
-from medvl.schema import COMPETITION_FINDINGS
+from medvl.eval.generation.findings import means_over
 
 SMALLEST_SUBGROUP = 10
 """Items that a metric of a subgroup needs, unless the settings of the evaluation have `smallest_subgroup`."""
@@ -142,11 +142,7 @@ def _columns(group: MetricGroup, chosen: Sequence[int]) -> MetricGroup:
 def _ranking(ranked: Ranked, masks_of: Masks, smallest: int) -> Iterator[MetricGroup]:
     """Yield AUROC and average precision of every class, their means, and AUROC in subgroups."""
     names, scores_NL, labels_NL, suffix = ranked
-    both_L = (labels_NL == 1).any(axis=0) & (labels_NL == 0).any(axis=0)
-    evaluable = [name for name, both in zip(names, both_L.tolist(), strict=True) if both]
-    means: dict[str, list[str]] = {"macro": evaluable}
-    if set(COMPETITION_FINDINGS) <= set(evaluable):
-        means["macro_competition"] = list(COMPETITION_FINDINGS)
+    means = {"macro": [], **means_over(names, labels_NL)}
     for metric in ("auroc", "average_precision"):
         group = ranking_metrics(metric, scores_NL, labels_NL, names, means=means)
         rows = [dataclasses.replace(row, metric=f"{metric}{suffix}") for row in group.rows]

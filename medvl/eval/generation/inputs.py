@@ -5,7 +5,6 @@ Shape letters: N images, D feature dim.
 
 import dataclasses
 import functools
-import hashlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -19,7 +18,7 @@ from medvl.data.convert.generated import generated_sample
 from medvl.data.images.generated import GeneratedImages
 from medvl.data.loading.concat import ConcatSource
 from medvl.data.loading.sources import FileSource
-from medvl.data.loading.subset import Subset, label_fraction
+from medvl.data.loading.subset import SourceView, Subset, label_fraction
 from medvl.data.shards.format import Manifest
 from medvl.data.shards.source import ShardSource
 from medvl.data.shards.verify import check_against
@@ -29,12 +28,12 @@ from medvl.eval.core.metrics import Array
 from medvl.eval.core.open import open_for_evaluation, open_source
 from medvl.eval.generation.distances import FeatureSet
 from medvl.eval.probing.features import FeatureTable, ProbedEncoder, encode_features
-from medvl.schema import FINDINGS, Sample
+from medvl.schema import FINDINGS
 
 Fit = Literal["crop", "pad", "squash"]
 
 
-class FramedSource:
+class FramedSource(SourceView):
     """Real images as a generator is trained on them: made square, and at its size.
 
     Without this, real images would differ from generated ones by their frame and resolution.
@@ -46,16 +45,8 @@ class FramedSource:
     """
 
     def __init__(self, source: ShardSource | ConcatSource | Subset, size: int, fit: Fit) -> None:
-        self.source, self.folder, self.label_names = source, source.folder, source.label_names
+        super().__init__(source, f"{source.fingerprint} {size} {fit}".encode())
         self._transform = EvalTransform(size=size, fit=fit)
-        self.fingerprint = hashlib.sha256(f"{source.fingerprint} {size} {fit}".encode()).hexdigest()
-
-    def __len__(self) -> int:
-        return len(self.source)
-
-    def sample(self, position: int) -> Sample:
-        """Return the sample at a position."""
-        return self.source.sample(position)
 
     def pixels(self, position: int, color: bool = False) -> np.ndarray:
         """Return uint8 (size, size), or (size, size, 3) with `color`. Raises ImageError or ShardError."""

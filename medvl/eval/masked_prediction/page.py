@@ -87,7 +87,7 @@ def _mistakes(result: MaskedPredictionResult, kinds: list[str], examples: int) -
     for kind in kinds:
         of_kind = np.array([word.kind == kind for word in result.words])
         wrong = np.flatnonzero(of_kind & (result.right_NK[:, 0] == 0))
-        shown = wrong[np.linspace(0, len(wrong) - 1, min(examples, len(wrong))).astype(int)] if len(wrong) else wrong
+        shown = wrong[np.linspace(0, len(wrong) - 1, min(examples, len(wrong))).astype(int)]
         if len(shown):
             cards = [_card(result, int(at)) for at in shown]
             decks.append(Deck(title=f"{kind.capitalize()}: {len(wrong):,} wrong words", cards=cards, good=False))

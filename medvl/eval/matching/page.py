@@ -61,7 +61,7 @@ def _mistakes(result: MatchingResult, pixels: Pixels, examples: int) -> Cards:
     decks = []
     for title, column in (("Another text scored higher", OTHER), ("The mirror scored higher", MIRROR)):
         wrong = np.flatnonzero(result.scores_N3[:, column] > result.scores_N3[:, OWN])
-        shown = wrong[np.linspace(0, len(wrong) - 1, min(examples, len(wrong))).astype(int)] if len(wrong) else wrong
+        shown = wrong[np.linspace(0, len(wrong) - 1, min(examples, len(wrong))).astype(int)]
         if len(shown):
             cards = [_card(result, int(row), column, pixels) for row in shown]
             decks.append(Deck(title=f"{title}: {len(wrong):,} images", cards=cards, good=False))

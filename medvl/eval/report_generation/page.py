@@ -148,7 +148,7 @@ def _examples(result: ReportResult, examples: int) -> Cards:
     read = [(report, _found(report.reference), _found(report.generated)) for report in result.reports]
     for title, good in (("Findings agree with the reference", True), ("Findings differ from the reference", False)):
         of_kind = [each for each in read if (each[1] == each[2]) == good]
-        places = np.linspace(0, len(of_kind) - 1, min(examples, len(of_kind))).astype(int).tolist() if of_kind else []
+        places = np.linspace(0, len(of_kind) - 1, min(examples, len(of_kind))).astype(int).tolist()
         cards = [_card(*of_kind[place]) for place in places]
         if cards:
             decks.append(Deck(title=f"{title}: {len(of_kind):,} of {len(read):,}", cards=cards, good=good))

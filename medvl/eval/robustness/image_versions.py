@@ -14,6 +14,7 @@ import cv2
 import numpy as np
 
 from medvl.data.loading.sources import Source
+from medvl.data.loading.subset import SourceView
 from medvl.errors import EvaluationError
 from medvl.schema import Sample
 
@@ -149,18 +150,16 @@ def corruption_versions(names: Sequence[str]) -> list[Version]:
     return [Version(name, strength) for name in names for strength in range(1, STRENGTHS + 1)]
 
 
-class VersionSource:
+class VersionSource(SourceView):
     """Source with all versions of the first image, then all versions of the second, and so on.
 
     Reading in order decodes each image once for each worker process. Samples have no text unless `texts` is set.
     """
 
     def __init__(self, source: Source, versions: Sequence[Version], seed: int, *, texts: bool = False) -> None:
-        self.source, self.versions, self.seed, self.texts = source, tuple(versions), seed, texts
-        self.label_names = tuple(source.label_names)
         content = [str(source.fingerprint), str(seed), *map(str, versions)]
-        self.fingerprint = hashlib.sha256("\n".join(content).encode()).hexdigest()
-        self.folder = getattr(source, "folder", "the files")
+        super().__init__(source, "\n".join(content).encode())
+        self.versions, self.seed, self.texts = tuple(versions), seed, texts
         self._last: tuple[tuple[int, bool], str, np.ndarray] | None = None
 
     def __len__(self) -> int:

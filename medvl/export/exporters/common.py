@@ -10,7 +10,7 @@ from torch import Tensor
 
 import medvl
 from medvl.encoders import ImageEncoder, TextEncoder
-from medvl.errors import CheckpointError
+from medvl.errors import CheckpointError, ConfigError
 from medvl.models.base import System, TwoTowers
 
 TOLERANCE = 1e-3
@@ -29,17 +29,25 @@ class Exported:
     """Part of the model -> why the format cannot hold it."""
 
 
-def random_pixels(encoder: ImageEncoder, batch: int = 2) -> Tensor:
-    """Return random pixels (B, C, H, W), as after normalization."""
+def require_encoders(model: System) -> tuple[TwoTowers, ImageEncoder]:
+    """Return the model and its image encoder. Raises ConfigError unless it reads pixels and has a text encoder."""
+    if isinstance(model, TwoTowers) and isinstance(model.image_encoder, ImageEncoder):
+        return model, model.image_encoder
+    message = f"{model.name} does not have an image and a text encoder: export the system that it was made from"
+    raise ConfigError(message, "unsupported")
+
+
+def random_pixels(encoder: ImageEncoder) -> Tensor:
+    """Return random pixels (2, C, H, W), as after normalization."""
     generator = torch.Generator().manual_seed(0)
-    return torch.randn(batch, encoder.in_channels, *encoder.image_size, generator=generator)
+    return torch.randn(2, encoder.in_channels, *encoder.image_size, generator=generator)
 
 
-def random_ids(encoder: TextEncoder, end_id: int | None, batch: int = 2) -> Tensor:
-    """Return ids (B, T) without padding that end in `end_id`; no earlier id is padding or `end_id`."""
+def random_ids(encoder: TextEncoder, end_id: int | None) -> Tensor:
+    """Return ids (2, T) without padding that end in `end_id`; no earlier id is padding or `end_id`."""
     generator = torch.Generator().manual_seed(0)
     tokens = min(_TEXT_TOKENS, encoder.max_tokens)
-    ids_BT = torch.randint(encoder.vocab_size, (batch, tokens), generator=generator)
+    ids_BT = torch.randint(encoder.vocab_size, (2, tokens), generator=generator)
     special = {encoder.pad_id} if end_id is None else {encoder.pad_id, end_id}
     ordinary = next(number for number in range(encoder.vocab_size) if number not in special)
     for number in special:

@@ -22,7 +22,7 @@ from medvl.encoders.image.encoder import ImageOptions
 from medvl.encoders.presets import IMAGE_PRESETS
 from medvl.encoders.text.projections import MatrixHead
 from medvl.errors import CheckpointError, ConfigError
-from medvl.export.exporters.common import Exported, difference, random_ids, random_pixels, write_card
+from medvl.export.exporters.common import Exported, difference, random_ids, random_pixels, require_encoders, write_card
 from medvl.export.exporters.language import export_language_model
 from medvl.export.exporters.zero_shot_heads import write_heads
 from medvl.export.importers import backbones
@@ -62,9 +62,7 @@ def export_hugging_face(model: System, out: Path | str) -> Exported:
         return export_language_model(model, out)
     if isinstance(model, KEBERT):
         return _export_knowledge_encoder(model, Path(out))
-    if not isinstance(model, TwoTowers) or not isinstance(model.image_encoder, ImageEncoder):
-        message = f"{model.name} does not have an image and a text encoder: export the system that it was made from"
-        raise ConfigError(message, "unsupported")
+    model, encoder = require_encoders(model)
     model.eval()
     with new_folder(Path(out)) as folder, torch.no_grad():
         if _is_plain_clip_model(model):
@@ -73,7 +71,7 @@ def export_hugging_face(model: System, out: Path | str) -> Exported:
                 model.tokenizer.save(folder)
             usage = 'from transformers import AutoModel\nmodel = AutoModel.from_pretrained("FOLDER")'
         else:
-            image_differences, image = _write_image(model.image_encoder, folder / "image_encoder")
+            image_differences, image = _write_image(encoder, folder / "image_encoder")
             text_differences, text = _write_text(model.text_encoder, folder / "text_encoder")
             if model.tokenizer is not None:
                 model.tokenizer.save(folder / "text_encoder")

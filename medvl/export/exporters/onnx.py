@@ -9,10 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from medvl.common.folders import new_folder
-from medvl.encoders import ImageEncoder
 from medvl.errors import ConfigError
-from medvl.export.exporters.common import Exported, difference, random_ids, write_card
-from medvl.models.base import System, TwoTowers
+from medvl.export.exporters.common import Exported, difference, random_ids, require_encoders, write_card
+from medvl.models.base import System
 from medvl.models.dual_encoders.bases.base import DualEncoder
 
 _NEEDED = ("onnx", "onnxscript")
@@ -74,11 +73,8 @@ def export_onnx(model: System, out: Path | str) -> Exported:
     lacking = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
     if lacking:
         raise ConfigError(f"{' and '.join(lacking)} is not installed: pip install 'medvl[onnx]'", "missing")
-    if not isinstance(model, TwoTowers) or not isinstance(model.image_encoder, ImageEncoder):
-        message = f"{model.name} does not have an image and a text encoder: export the system that it was made from"
-        raise ConfigError(message, "unsupported")
+    model, encoder = require_encoders(model)
     model.eval()
-    encoder = model.image_encoder
     generator = torch.Generator().manual_seed(0)
     side = (getattr(model.config, "image_size", encoder.image_size[0]),) * 2
     pixels = torch.randint(256, (2, encoder.in_channels, *side), generator=generator, dtype=torch.uint8)

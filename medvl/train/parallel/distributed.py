@@ -98,19 +98,7 @@ class RankInfo:
 
         Raises the function's error on rank 0, and TrainingError with its message on the other ranks.
         """
-        value, error = None, None
-        if self.is_main:
-            try:
-                value = function()
-            except Exception as caught:  # raised again below, after the other ranks were informed
-                error = caught
-        message = error and f"{type(error).__name__}: {error}"
-        message, code, value = self.from_main([message, getattr(error, "code", "worker"), value])
-        if error is not None:
-            raise error
-        if message:
-            raise TrainingError(f"rank 0 failed: {message}", code)
-        return value
+        return self.on_all(function if self.is_main else lambda: None)[0]
 
 
 @contextlib.contextmanager

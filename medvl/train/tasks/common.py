@@ -70,6 +70,12 @@ class DataLoaders:
     """Entries for checkpoints: `data`, and `train_manifest` with the patients of the training data."""
 
 
+def check_tokenizer(model: Any) -> None:
+    """Raise ConfigError for a model without a tokenizer."""
+    if model.tokenizer is None:
+        raise ConfigError("the model has no tokenizer; set data.tokenizer", "missing", field="data.tokenizer")
+
+
 def open_split(data: LoaderConfig, *, one_folder: bool = False) -> "tuple[ShardSource, ShardSource | None]":
     """Open the shards of training and validation; the second is None without validation.
 

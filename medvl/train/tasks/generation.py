@@ -16,8 +16,15 @@ from medvl.common.ranks import rank_and_world
 from medvl.data.loading.subset import select_samples
 from medvl.data.transforms.image import ConVIRTAugmentation, EvalTransform, RandomCrop
 from medvl.data.transforms.text import WholeText
-from medvl.errors import ConfigError
-from medvl.train.tasks.common import DataLoaders, LoaderConfig, describe, open_split, open_train, open_valid
+from medvl.train.tasks.common import (
+    DataLoaders,
+    LoaderConfig,
+    check_tokenizer,
+    describe,
+    open_split,
+    open_train,
+    open_valid,
+)
 
 _log = logging.getLogger(__name__)
 _HALF_LIMIT = 60_000.0
@@ -87,8 +94,7 @@ def open_generation(data: GenerationDataConfig, model: Any, micro_batch: int) ->
     """
     from medvl.data.loading.latents import open_latent_loader
 
-    if model.tokenizer is None:
-        raise ConfigError("the model has no tokenizer; set data.tokenizer", "missing", field="data.tokenizer")
+    check_tokenizer(model)
     train, valid = open_split(data)
     described = describe(train.manifest, None if valid is None else valid.manifest, **_chosen(data))
     sources = [None if source is None else _with_texts(source, data) for source in (train, valid)]

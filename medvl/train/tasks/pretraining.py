@@ -17,6 +17,7 @@ from medvl.train.tasks.common import (
     DataLoaders,
     LoaderConfig,
     bind_regions,
+    check_tokenizer,
     describe,
     open_split,
     open_train,
@@ -73,8 +74,7 @@ def open_data(data: DataConfig, model: Any, micro_batch: int) -> DataLoaders:
     from medvl.data.loading.unpair import UnpairedSource
     from medvl.data.shards.source import ShardSource
 
-    if model.tokenizer is None:
-        raise ConfigError("the model has no tokenizer; set data.tokenizer", "missing", field="data.tokenizer")
+    check_tokenizer(model)
     options: dict[str, Any] = {"tokenizer": model.tokenizer, "text": data.text}
     if is_tar_pattern(data.train):
         return _open_tars(data, model, micro_batch, options)

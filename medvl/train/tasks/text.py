@@ -7,8 +7,7 @@ from typing import Any
 
 from medvl.data.shards.format import MANIFEST
 from medvl.data.shards.verify import check_against
-from medvl.errors import ConfigError
-from medvl.train.tasks.common import DataLoaders, LoaderConfig, describe, open_split
+from medvl.train.tasks.common import DataLoaders, LoaderConfig, check_tokenizer, describe, open_split
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,8 +43,7 @@ def open_text(data: TextDataConfig, model: Any, micro_batch: int) -> DataLoaders
     from medvl.data.loading.text_loader import open_text_loader
     from medvl.data.shards.source import ShardSource
 
-    if model.tokenizer is None:
-        raise ConfigError("the model has no tokenizer; set data.tokenizer", "missing", field="data.tokenizer")
+    check_tokenizer(model)
     train, valid = open_split(data)
     source: Any = train
     if data.extra_train or data.weights:

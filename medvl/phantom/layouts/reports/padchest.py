@@ -3,8 +3,6 @@
 from pathlib import Path
 
 import cv2
-import numpy as np
-from numpy.typing import NDArray
 
 from medvl.phantom.layouts.boxes_and_masks.kaggle import image_uid_hex
 from medvl.phantom.layouts.writer import Options, PatientRows, truth_row, write_file, write_release
@@ -86,16 +84,11 @@ def _write_patient(root: Path, patient: Patient, options: Options) -> PatientRow
         for view in study.views:
             number = int(image_uid_hex(view), 16)
             path = Path(str(patient.index % _FOLDERS), f"{number}_{number % 100:02d}-{number % 199:03d}-000.png")
-            image_HW = draw(view, options.size) if not (root / path).exists() else None
-            if image_HW is not None:
-                write_file(root / path, _encode(image_HW))
+            if not (root / path).exists():
+                write_file(root / path, cv2.imencode(".png", draw(view, options.size))[1].tobytes())
             rows.append(_row(path, patient, study, view, options.size))
             truth.append(truth_row(view, study, options.size, path=path.as_posix(), subject_id=patient.subject_id))
     return PatientRows(patient.index, {TABLE: rows}, truth)
-
-
-def _encode(image_HW: NDArray[np.uint16]) -> bytes:
-    return cv2.imencode(".png", image_HW)[1].tobytes()
 
 
 def _row(path: Path, patient: Patient, study: Study, view: View, size: int) -> list[object]:
