@@ -307,12 +307,14 @@ class ImageEncoder(Encoder):
                 features = torch.func.functional_call(self, meta, (image_BCHW,))
             for hook in hooks:
                 hook.remove()
-            self._measured[size] = _Measured(features.pooled_BD.shape[1], features.grid, 2 in values)
+            width, patches = features.pooled_BD.shape[1], features.patches_BPD
+            self._measured[size] = _Measured(width, patches.shape[2], features.grid, 2 in values)
         return self._measured[size]
 
 
 class _Measured(NamedTuple):
     width: int
+    patch_width: int
     grid: Size
     single_values: bool
     """A batch norm reads one value per channel of an image."""
