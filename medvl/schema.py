@@ -267,7 +267,7 @@ class Embeddings:
     pair_N: Tensor | None = None
     """int64: the pair that each row belongs to, where pairs have unequal numbers of rows. None: row i is of pair i."""
     group_N: Tensor | None = None
-    """int64: equal for rows with equal texts, on every rank; None where the loss does not ask."""
+    """int64: equal for rows with equal texts, on every rank; None where the loss does not need it."""
 
     def __len__(self) -> int:
         return len(self.global_NE)

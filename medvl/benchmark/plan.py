@@ -12,7 +12,7 @@ from medvl.benchmark.config import BenchmarkConfig, CorpusConfig, StartConfig, e
 from medvl.benchmark.run import Run
 from medvl.benchmark.settings import find_references, resolved_settings
 from medvl.benchmark.systems import Entry, find_systems
-from medvl.benchmark.tasks import fitting_tasks, task_names
+from medvl.benchmark.tasks import TASKS, fitting_tasks
 from medvl.common.config_io import nearest, to_dict
 from medvl.errors import ConfigError
 
@@ -36,7 +36,7 @@ def plan_runs(config: BenchmarkConfig, out: Path) -> Plan:
     Raises ConfigError where a system, task or setting does not exist, or a corpus lacks what was asked for.
     """
     entries, missing = find_systems(config)
-    known = [*task_names(), *(command.name for command in config.commands)]
+    known = [*TASKS, *(command.name for command in config.commands)]
     for task in config.tasks:
         if task not in ("all", *known):
             raise ConfigError(f"tasks: no task {task!r}; {nearest(task, known)}", "unknown_name", field="tasks")

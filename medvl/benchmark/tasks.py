@@ -45,10 +45,8 @@ from medvl.schema import Inputs
 from medvl.train.recipe_files import find_recipe
 
 _MEAN = ("macro_competition", "macro")
-_ASKING = (MedKLIP, KAD)
+_QUERY_SYSTEMS = (MedKLIP, KAD)
 """Systems whose patches and texts have no common space: their maps are the decoder's attention."""
-
-
 _ALONE = subgroup_of(QUESTION_ONLY)
 
 
@@ -92,8 +90,8 @@ def _test(trained: Trained) -> Path:
 def _zero_shot(trained: Trained) -> Any:
     [model] = load_ensemble([trained.checkpoint])
     name = trained.run.corpus.prompts
-    asks_statements = default_prompts(model) == "statements" and not name.endswith(".json")
-    prompts = load_prompts("statements" if asks_statements else name)
+    use_statements = default_prompts(model) == "statements" and not name.endswith(".json")
+    prompts = load_prompts("statements" if use_statements else name)
     return zero_shot(
         [model], _read(trained, model, _test(trained)), prompts, resamples=trained.run.evaluation.resamples
     )
@@ -110,8 +108,9 @@ def _grounding(trained: Trained) -> Any:
     [model] = load_ensemble([trained.checkpoint])
     given, phrases = trained.run.evaluation, trained.run.corpus.phrases
     assert phrases is not None
-    asks = isinstance(model, _ASKING)
-    options: dict[str, Any] = {"maps": "attention"} if asks else {"maps": "similarity", "smoothing": given.smoothing}
+    options: dict[str, Any] = {"maps": "similarity", "smoothing": given.smoothing}
+    if isinstance(model, _QUERY_SYSTEMS):
+        options = {"maps": "attention"}
     return phrase_grounding(model, _read(trained, model, phrases), **options, resamples=given.resamples)
 
 
@@ -286,11 +285,6 @@ TASKS: Mapping[str, Task] = {
         ),
     ),
 }  # fmt: skip
-
-
-def task_names() -> list[str]:
-    """Return the names of the tasks that come with medvl."""
-    return list(TASKS)
 
 
 def fitting_tasks(config: BenchmarkConfig, name: str, family: Family, corpus: CorpusConfig) -> tuple[str, ...]:

@@ -89,7 +89,7 @@ _whole_senders: set[str] = set()
 
 
 def sends_ranges(url: str) -> bool:
-    """Return whether the server has sent the requested part of a file whenever it was asked so far."""
+    """Return whether the server has sent the requested part of a file in all requests so far."""
     return url.split("/")[2] not in _whole_senders
 
 

@@ -3,8 +3,8 @@
     splits = read_text_task(Path("blurb"), TASKS["ncbi-disease"])    # {"train": [...], "dev": [...], "test": [...]}
 
 A folder `ROOT/NAME` with `train.jsonl.gz`, `dev.jsonl.gz`, `test.jsonl.gz` (or `.jsonl`) is read as compact; else the
-release is looked for in `ROOT/NAME` and below the name of its archive. Splits that do not exist are left out: the
-evaluator says what it needs.
+release is looked for in `ROOT/NAME` and below the name of its archive. Splits that do not exist are left out; the
+evaluator raises where it needs one of them.
 """
 
 import dataclasses

@@ -8,7 +8,7 @@ transformed further, weaker ones are leaves, those below `discard` are dropped. 
 by maximum.
 
 BERTHop (arXiv 2108.04938) turns the channels of PixelHop++ into visual tokens by PCA. Its repository has no PixelHop++:
-it asks for features that another project computed. Window 5 and three units are PixelHop++'s; thresholds, the number of
+it reads features that another project computed. Window 5 and three units are PixelHop++'s; thresholds, the number of
 tokens, their width and how maps of different units become tokens of one width are choices of this file: the Q nodes of
 all units with the highest energy, averaged to `cells` x `cells`, one PCA for each.
 

@@ -11,7 +11,8 @@ Protocol "masked_prediction", version 2:
 * "floor@k" is the share of the k most frequent words of the kind: what a model reaches that knows the kind and the
   frequencies of these sentences, and does not read the sentence. "gain@k" is the accuracy minus the floor, paired.
 * "nll" is the negative log-likelihood of the word in nats: the sum over its pieces, all hidden, so that models with
-  different vocabularies can be compared. It tells models apart that name none of the words yet.
+  different vocabularies can be compared. It also differs between models that predict none of the
+  words yet.
 * "all" is the share of all words, "macro" the mean of the kinds.
 * A side is seldom known from a sentence alone: an accuracy near its floor is expected there.
 * Intervals: patients are resampled with all sentences that occurred first in their reports.

@@ -201,7 +201,7 @@ def _others(rows: _Rows, result: RobustnessResult) -> Table | None:
         title="Images that are not chest radiographs",
         columns=["", "More confident about these data", "Mean confidence"],
         rows=body,
-        caption=f"Confidence: {result.scores.scorer.confidence_is}. At 0.5 it does not tell the images apart; below "
+        caption=f"Confidence: {result.scores.scorer.confidence_is}. At 0.5 it does not separate the images; below "
         "0.5 the model is more confident about the other images.",
     )
 

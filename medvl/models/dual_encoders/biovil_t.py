@@ -43,7 +43,7 @@ class BioViLTConfig(BioViLConfig):
 
 @register_system("biovil_t")
 class BioViLT(BioViL):
-    """BioViL whose regions also say what changed since the prior image; a learnt vector where there is none."""
+    """BioViL whose regions also encode what changed since the prior image; a learnt vector where there is none."""
 
     Config = BioViLTConfig
 

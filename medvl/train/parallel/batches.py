@@ -38,7 +38,7 @@ class BatchStream:
     """Endless batches, grouped into updates of `accumulate` micro-batches; the last update of an epoch may have fewer.
 
     With a side stream the next batch is sent to the device as soon as the step has queued its work on the current one:
-    when the step asks for more, before it waits for the device. Prefetching stops at the end of an epoch, where a
+    when the step requests another, before it waits for the device. Prefetching stops at the end of an epoch, where a
     validation or the end of the run may follow. `state_dict` ignores the prefetched batch.
     """
 

@@ -10,7 +10,7 @@ from medvl.common.untrusted import InputFolders
 from medvl.data.annotations.boxes import Box, read_corners, region_fields
 from medvl.data.corpora.common.questions import read_rows
 from medvl.data.corpora.common.record_file import Records
-from medvl.data.corpora.common.tables import Plan, Record, check_share, malformed
+from medvl.data.corpora.common.tables import Plan, Record, malformed, split_training
 from medvl.data.privacy.deidentify import Deidentifier
 from medvl.data.splits import hash_split
 from medvl.schema import Sample
@@ -44,8 +44,7 @@ def plan(root: Path, deid: Deidentifier, *, validate_share: float = 0.1, follow_
     """
     root = Path(root)
     allowed = InputFolders.of(root, follow_links=follow_links)
-    check_share(validate_share, "validate_share")
-    shares = {"train": 1 - validate_share, "validate": validate_share}
+    shares = split_training(validate_share)
     excluded, records, tested = Counter[str](), Records(), set[str]()
     for folder in ("test", "train"):
         path = root / f"{folder}.json"

@@ -9,7 +9,7 @@ from pathlib import Path
 from medvl.common.untrusted import InputFolders
 from medvl.data.annotations.boxes import Box, read_corners
 from medvl.data.corpora.common.record_file import Records
-from medvl.data.corpora.common.tables import Plan, Record, check_share, malformed, read_table
+from medvl.data.corpora.common.tables import Plan, Record, malformed, read_table, split_training
 from medvl.data.privacy.deidentify import Deidentifier
 from medvl.data.splits import hash_split
 from medvl.schema import Sample
@@ -41,8 +41,7 @@ def plan(root: Path, deid: Deidentifier, *, validate_share: float = 0.2, follow_
     """
     root = Path(root)
     allowed = InputFolders.of(root, follow_links=follow_links)
-    check_share(validate_share, "validate_share")
-    shares = {"train": 1 - validate_share, "validate": validate_share}
+    shares = split_training(validate_share)
     records, warnings = Records(), Counter[str]()
     for folder in ("train", "dev"):
         table = root / f"{folder}.csv"

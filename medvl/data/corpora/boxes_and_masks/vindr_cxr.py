@@ -14,10 +14,10 @@ from medvl.data.corpora.common.tables import (
     Plan,
     Record,
     check_choice,
-    check_share,
     find_suffix,
     malformed,
     read_table,
+    split_training,
 )
 from medvl.data.privacy.deidentify import Deidentifier
 from medvl.data.splits import hash_split
@@ -80,10 +80,9 @@ def plan(
     root = Path(root)
     allowed = InputFolders.of(root, follow_links=follow_links)
     check_choice(boxes, get_args(Boxes), "boxes")
-    check_share(validate_share, "validate_share")
+    shares = split_training(validate_share)
     if not 1 <= agreement <= _READERS:
         raise ConfigError(f"agreement must be 1 to {_READERS}, got {agreement}", "out_of_range", field="agreement")
-    shares = {"train": 1 - validate_share, "validate": validate_share}
     records = Records()
     for folder in ("train", "test"):
         votes = _read_votes(root / "annotations" / f"image_labels_{folder}.csv", folder, allowed)

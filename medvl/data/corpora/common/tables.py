@@ -252,10 +252,12 @@ def check_choice(value: str, choices: Sequence[str], field: str) -> None:
         raise ConfigError(f"{field} must be one of {', '.join(choices)}, got {value!r}", "unknown_name", field=field)
 
 
-def check_share(value: float, field: str) -> None:
-    """Raise ConfigError when a share is not between 0 and 1."""
-    if not 0 < value < 1:
-        raise ConfigError(f"{field} must be between 0 and 1, got {value:g}", "out_of_range", field=field)
+def split_training(validate_share: float) -> dict[str, float]:
+    """Return the shares of train and validate. Raises ConfigError when the latter is not between 0 and 1."""
+    if not 0 < validate_share < 1:
+        message = f"validate_share must be between 0 and 1, got {validate_share:g}"
+        raise ConfigError(message, "out_of_range", field="validate_share")
+    return {"train": 1 - validate_share, "validate": validate_share}
 
 
 def parse_findings(row: Mapping[str, str], path: Path) -> dict[str, int]:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from medvl.common.untrusted import InputFolders
 from medvl.data.corpora.common.record_file import Records
-from medvl.data.corpora.common.tables import Plan, Record, check_share, malformed, read_lines
+from medvl.data.corpora.common.tables import Plan, Record, malformed, read_lines, split_training
 from medvl.data.privacy.deidentify import Deidentifier
 from medvl.data.splits import hash_split
 from medvl.errors import CorpusError
@@ -54,23 +54,21 @@ def plan(
     """
     root = Path(root)
     allowed = InputFolders.of(root, follow_links=follow_links)
-    check_share(validate_share, "validate_share")
+    shares = split_training(validate_share)
     lists = {split: root / (f"{split}_{version}.txt" if version else f"{split}.txt") for split in _SPLITS}
     if not (lists["train"].is_file() and lists["test"].is_file()):
         known = sorted(path.stem.removeprefix("train_") for path in root.glob("train_*.txt"))
         hint = f"--version takes one of {', '.join(known)}" if known else "is it the root of the release?"
         raise CorpusError(f"{root} lacks {lists['train'].name} or {lists['test'].name}: {hint}", "not_found")
-    shares = None if lists["val"].is_file() else {"train": 1 - validate_share, "validate": validate_share}
     records = Records()
     names: dict[str, None] = {}
-    for split, path in lists.items():
-        if not path.is_file():
-            continue
+    present = {split: path for split, path in lists.items() if path.is_file()}
+    for split, path in present.items():
         for image, patient, labels in _read_list(path, deid, allowed):
             sample = Sample(
                 key=deid.image(f"{split}/{image}"),
                 corpus=NAME,
-                split=hash_split(patient, shares) if shares and split == "train" else _SPLITS[split],
+                split=hash_split(patient, shares) if split == "train" and "val" not in present else _SPLITS[split],
                 patient=patient,
                 study=deid.study(patient, image),
                 image=root / split / image,

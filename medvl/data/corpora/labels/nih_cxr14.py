@@ -49,8 +49,7 @@ def plan(root: Path, deid: Deidentifier, *, validate_share: float = 0.125, follo
     """
     root = Path(root)
     allowed = InputFolders.of(root, follow_links=follow_links)
-    tables.check_share(validate_share, "validate_share")
-    shares = {"train": 1 - validate_share, "validate": validate_share}
+    shares = tables.split_training(validate_share)
     table = tables.find_file(root, *_TABLES)
     official = _read_lists(root, allowed)
     boxes = _read_boxes(root / "BBox_List_2017.csv", allowed)

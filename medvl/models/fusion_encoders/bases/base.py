@@ -42,7 +42,7 @@ class FusionModel(TwoTowers):
         pooled_dim: width of `Fused.pooled_BD`, for heads.
         fused_dim: width of the fused states of image and text.
         itm_head: (B, pooled_dim) to (B, 2): no match, match.
-        can_match: whether `itm_head` is trained, so that `match` says something.
+        can_match: whether `itm_head` is trained, so that the scores of `match` are meaningful.
     """
 
     objectives: tuple[Objective[Any, Any, Any], ...]

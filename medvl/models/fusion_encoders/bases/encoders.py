@@ -42,7 +42,7 @@ def create_encoders(config: FusionConfig, *, pretrained: bool) -> tuple[ImageSou
 def create_pixel_encoders(config: FusionConfig, name: str, *, pretrained: bool) -> tuple[ImageEncoder, TextEncoder]:
     """Create the encoders of a system that does not support precomputed regions.
 
-    Raises ConfigError if the configuration asks for regions, and otherwise as `create_encoders`.
+    Raises ConfigError if the configuration sets regions, and otherwise as `create_encoders`.
     """
     image_encoder, text_encoder = create_encoders(config, pretrained=pretrained)
     return check_pixels(image_encoder, name), text_encoder
