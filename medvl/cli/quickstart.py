@@ -26,8 +26,9 @@ def quickstart(out: Path = Path("quickstart"), options: phantom.ViewsOptions = _
     write = phantom.COMMANDS["mimic-cxr"]
     write(corpus, options)
     run = ShardRun(out=of_shards, salt_file=salt, workers=options.workers)
+    shared = corpora.ConversionOptions(run=run, options=ShardOptions(short_side=160))
     made = [
-        corpora.mimic_cxr(corpus, run, ShardOptions(short_side=160), views=("PA", "AP")),
+        corpora.mimic_cxr(corpus, shared, views=("PA", "AP")),
         vocab.vocab(of_shards / "train", out / "vocab", size=4000),
     ]
     return "\n".join([*made, "Next: medvl train convirt tiny"])

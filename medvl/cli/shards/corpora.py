@@ -33,10 +33,31 @@ _IDENTIFYING = (
 _FRACTIONS = ("train=0.8", "validate=0.1", "test=0.1")
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ConversionOptions:
+    """Options of every conversion."""
+
+    run: Flat[ShardRun]
+    """output folder, budget, workers"""
+    options: Flat[ShardOptions]
+    """storage format of the images"""
+
+    def replace(self, **options: Any) -> "ConversionOptions":
+        """Return the same with other values of `ShardOptions`."""
+        return dataclasses.replace(self, options=dataclasses.replace(self.options, **options))
+
+    def textless(self) -> "ConversionOptions":
+        """Return the same for a corpus of images without texts."""
+        return self.replace(keep_textless=True)
+
+    def deidentifier(self) -> "Deidentifier":
+        """Return the hasher of ids; errors as `deidentifier`."""
+        return deidentifier(self.run.salt_file, new_salt=self.run.new_salt)
+
+
 def mimic_cxr(
     root: Path,
-    run: Flat[ShardRun],
-    options: Flat[ShardOptions],
+    shared: Flat[ConversionOptions],
     *,
     reports: Path | None = None,
     labeler: Literal["chexpert", "negbio"] = "chexpert",
@@ -47,8 +68,7 @@ def mimic_cxr(
 
     Args:
         root: folder of the release: files/ and the tables.
-        run: output folder, budget, workers.
-        options: storage format of the images.
+        shared: output, resources and storage format.
         reports: folder with the reports' files/; default root.
         labeler: labels of CheXpert or NegBio.
         views: keep only these values of ViewPosition, such as PA AP.
@@ -57,31 +77,28 @@ def mimic_cxr(
     from medvl.data.convert.hold_out import hold_out
     from medvl.data.corpora.reports import mimic_cxr as corpus
 
-    deid = deidentifier(run.salt_file, new_salt=run.new_salt)
-    plan = corpus.plan(root, deid, reports=reports, labeler=labeler, views=views, follow_links=options.follow_links)
-    return convert(hold_out(plan, without, deid), deid, run, options)
+    deid = shared.deidentifier()
+    links = shared.options.follow_links
+    plan = corpus.plan(root, deid, reports=reports, labeler=labeler, views=views, follow_links=links)
+    return convert(hold_out(plan, without, deid), deid, shared)
 
 
-def chexpert(root: Path, run: Flat[ShardRun], options: Flat[ShardOptions], *, frontal_only: bool = False) -> str:
+def chexpert(root: Path, shared: Flat[ConversionOptions], *, frontal_only: bool = False) -> str:
     """Convert CheXpert, which has labels and no text.
 
     Args:
         root: the folder CheXpert-v1.0-small or CheXpert-v1.0.
-        run: output folder, budget, workers.
-        options: storage format of the images.
+        shared: output, resources and storage format.
         frontal_only: exclude lateral views.
     """
     from medvl.data.corpora.labels import chexpert as corpus
 
-    return convert_corpus(
-        corpus, root, run, dataclasses.replace(options, keep_textless=True), frontal_only=frontal_only
-    )
+    return convert_corpus(corpus, root, shared.textless(), frontal_only=frontal_only)
 
 
 def roco(
     root: Path,
-    run: Flat[ShardRun],
-    options: Flat[ShardOptions],
+    shared: Flat[ConversionOptions],
     *,
     references: Path | None = None,
     non_radiology: bool = False,
@@ -91,8 +108,7 @@ def roco(
 
     Args:
         root: folder with train/, validation/ and test/ (ROCO) or train_captions.csv (ROCOv2).
-        run: output folder, budget, workers.
-        options: storage format of the images.
+        shared: output, resources and storage format.
         references: folder of MedICaT's roco_*_references.jsonl: sentences about the figures of ROCO.
         non_radiology: convert the drawings and photographs of ROCO instead of its radiology.
         splits: official refuses splits that share an article; repaired excludes the figures of shared articles from
@@ -100,35 +116,28 @@ def roco(
     """
     from medvl.data.corpora.figures import roco as corpus
 
-    return convert_corpus(corpus, root, run, options, references=references, non_radiology=non_radiology, splits=splits)
+    return convert_corpus(corpus, root, shared, references=references, non_radiology=non_radiology, splits=splits)
 
 
 def medicat(
-    root: Path,
-    run: Flat[ShardRun],
-    options: Flat[ShardOptions],
-    *,
-    radiology_only: bool = False,
-    splits: tuple[str, ...] = _FRACTIONS,
+    root: Path, shared: Flat[ConversionOptions], *, radiology_only: bool = False, splits: tuple[str, ...] = _FRACTIONS
 ) -> str:
     """Convert MedICaT, figures with captions and the sentences that refer to them.
 
     Args:
         root: folder of the release: the table of figures and figures/.
-        run: output folder, budget, workers.
-        options: storage format of the images.
+        shared: output, resources and storage format.
         radiology_only: only figures that the release classifies as radiology.
         splits: fractions of the splits, by article.
     """
     from medvl.data.corpora.figures import medicat as corpus
 
-    return convert_corpus(corpus, root, run, options, radiology_only=radiology_only, fractions=split_fractions(splits))
+    return convert_corpus(corpus, root, shared, radiology_only=radiology_only, fractions=split_fractions(splits))
 
 
 def openi(
     root: Path,
-    run: Flat[ShardRun],
-    options: Flat[ShardOptions],
+    shared: Flat[ConversionOptions],
     *,
     images: Path | None = None,
     views: tuple[str, ...] = (),
@@ -138,37 +147,32 @@ def openi(
 
     Args:
         root: folder with ecgen-radiology/ or NLMCXR_reports.tgz.
-        run: output folder, budget, workers.
-        options: storage format of the images.
+        shared: output, resources and storage format.
         images: folder of the PNG files; default NLMCXR_png in root.
         views: keep only FRONTAL or LATERAL images; needs the table of projections.
         splits: fractions of the splits, by report.
     """
     from medvl.data.corpora.reports import openi as corpus
 
-    return convert_corpus(corpus, root, run, options, images=images, views=views, fractions=split_fractions(splits))
+    return convert_corpus(corpus, root, shared, images=images, views=views, fractions=split_fractions(splits))
 
 
-def r2gen_annotation(
-    root: Path, run: Flat[ShardRun], options: Flat[ShardOptions], *, images: Path | None = None
-) -> str:
+def r2gen_annotation(root: Path, shared: Flat[ConversionOptions], *, images: Path | None = None) -> str:
     """Convert R2Gen's preparation of IU X-ray (two views) or MIMIC-CXR, with its split.
 
     Args:
         root: folder with annotation.json.
-        run: output folder, budget, workers.
-        options: storage format of the images.
+        shared: output, resources and storage format.
         images: folder of the images; default images/ in root.
     """
     from medvl.data.corpora.reports import r2gen_annotation as corpus
 
-    return convert_corpus(corpus, root, run, options, images=images)
+    return convert_corpus(corpus, root, shared, images=images)
 
 
 def medvill_jsonl(
     root: Path,
-    run: Flat[ShardRun],
-    options: Flat[ShardOptions],
+    shared: Flat[ConversionOptions],
     *,
     source: Literal["openi", "mimic"] = "openi",
     images: Path | None = None,
@@ -178,23 +182,18 @@ def medvill_jsonl(
 
     Args:
         root: folder with Train.jsonl, Valid.jsonl, Test.jsonl, or some of them.
-        run: output folder, budget, workers.
-        options: storage format of the images.
+        shared: output, resources and storage format.
         source: corpus that the files were made from.
         images: folder that image paths are relative to; default root.
         patients: mimic-cxr-2.0.0-split.csv(.gz), which names the patients of MIMIC-CXR.
     """
     from medvl.data.corpora.reports import medvill_jsonl as corpus
 
-    return convert_corpus(corpus, root, run, options, source=source, images=images, patients=patients)
+    return convert_corpus(corpus, root, shared, source=source, images=images, patients=patients)
 
 
 def m3ae_arrow(
-    root: Path,
-    run: Flat[ShardRun],
-    options: Flat[ShardOptions],
-    *,
-    splits: Literal["official", "repaired", "by-article"] = "official",
+    root: Path, shared: Flat[ConversionOptions], *, splits: Literal["official", "repaired", "by-article"] = "official"
 ) -> str:
     """Convert M3AE's preparation of ROCO, MedICaT or MIMIC-CXR (Arrow files), with its split.
 
@@ -202,18 +201,17 @@ def m3ae_arrow(
 
     Args:
         root: folder with NAME_train.arrow, NAME_val.arrow, NAME_test.arrow.
-        run: output folder, budget, workers.
-        options: storage format of the images.
+        shared: output, resources and storage format.
         splits: rule for articles in several splits: official refuses them, repaired keeps each in one split, by-article
             splits anew.
     """
     from medvl.data.convert.private_folder import PrivateFolder
     from medvl.data.corpora.figures import m3ae_arrow as corpus
 
-    deid = deidentifier(run.salt_file, new_salt=run.new_salt)
-    unpacked = PrivateFolder(run.local_out).path / "images"
-    plan = corpus.plan(root, deid, unpacked, splits=splits, follow_links=options.follow_links)
-    lines = convert(plan, deid, run, options)
+    deid = shared.deidentifier()
+    unpacked = PrivateFolder(shared.run.local_out).path / "images"
+    plan = corpus.plan(root, deid, unpacked, splits=splits, follow_links=shared.options.follow_links)
+    lines = convert(plan, deid, shared)
     shutil.rmtree(unpacked)
     return lines
 
@@ -221,8 +219,7 @@ def m3ae_arrow(
 def table(
     table: Path,
     columns: Flat[TableColumns],
-    run: Flat[ShardRun],
-    options: Flat[ShardOptions],
+    shared: Flat[ConversionOptions],
     *,
     name: str = "table",
     image_root: Path | None = None,
@@ -238,8 +235,7 @@ def table(
     Args:
         table: .csv, .jsonl (also .gz) or .parquet.
         columns: names of its columns.
-        run: output folder, budget, workers.
-        options: storage format of the images.
+        shared: output, resources and storage format.
         name: name of the corpus.
         image_root: folder that image paths are relative to; default that of the table.
         where: keep only rows with these values, such as source=nih.
@@ -249,7 +245,7 @@ def table(
     """
     from medvl.data.corpora import table as corpus
 
-    deid = deidentifier(run.salt_file, new_salt=run.new_salt)
+    deid = shared.deidentifier()
     plan = corpus.plan(
         table,
         columns,
@@ -259,11 +255,11 @@ def table(
         where=named_values(where, "--where"),
         fractions=split_fractions(splits),
         parse_reports=parse_reports,
-        follow_links=options.follow_links,
+        follow_links=shared.options.follow_links,
         keep_imageless=keep_imageless,
     )
-    textless = options.keep_textless or not columns.text_column
-    return convert(plan, deid, run, dataclasses.replace(options, keep_textless=textless))
+    textless = shared.options.keep_textless or not columns.text_column
+    return convert(plan, deid, shared.replace(keep_textless=textless))
 
 
 def merge(out: Path, parts: tuple[Path, ...]) -> str:
@@ -300,8 +296,7 @@ def deidentifier(salt_file: Path | None, *, new_salt: bool = False) -> "Deidenti
 
 def padchest(
     root: Path,
-    run: Flat[ShardRun],
-    options: Flat[ShardOptions],
+    shared: Flat[ConversionOptions],
     *,
     images: Path | None = None,
     annotators: Literal["all", "physician"] = "all",
@@ -313,8 +308,7 @@ def padchest(
 
     Args:
         root: folder with the table.
-        run: output folder, budget, workers.
-        options: storage format of the images.
+        shared: output, resources and storage format.
         images: folder with 0/ to 54/, or with all PNG files; default root.
         annotators: physician excludes images labelled by a model only.
         text: english writes sentences from the names of findings and places; spanish keeps the reports' word stems.
@@ -324,22 +318,23 @@ def padchest(
     from medvl.data.corpora.reports import padchest as corpus
 
     return convert_corpus(
-        corpus, root, run, options, images=images, annotators=annotators, text=text, views=views,
+        corpus, root, shared, images=images, annotators=annotators, text=text, views=views,
         fractions=split_fractions(splits),
     )  # fmt: skip
 
 
-def convert_corpus(corpus: ModuleType, root: Path, run: ShardRun, options: ShardOptions, **settings: Any) -> str:
+def convert_corpus(corpus: ModuleType, root: Path, shared: ConversionOptions, **settings: Any) -> str:
     """Plan a corpus with these settings and convert it, as `convert`."""
-    deid = deidentifier(run.salt_file, new_salt=run.new_salt)
-    return convert(corpus.plan(root, deid, follow_links=options.follow_links, **settings), deid, run, options)
+    deid = shared.deidentifier()
+    return convert(corpus.plan(root, deid, follow_links=shared.options.follow_links, **settings), deid, shared)
 
 
-def convert(plan: "Plan", deid: "Deidentifier", run: ShardRun, options: ShardOptions) -> str:
+def convert(plan: "Plan", deid: "Deidentifier", shared: ConversionOptions) -> str:
     """Convert a plan. Returns one line per split with its counts, and the warnings."""
     from medvl.data.convert.pipeline import write_shards
 
-    lines = _report(run.local_out, write_shards(plan, deid, run, options))
+    run = shared.run
+    lines = _report(run.local_out, write_shards(plan, deid, run, shared.options))
     if run.part is not None:
         lines.append(f"Part {run.part} is finished. When all are: medvl merge OUT PART ..., with the --out of each.")
     if run.staging is not None:

@@ -2,14 +2,12 @@
 
 from pathlib import Path
 
-from medvl.cli.shards.corpora import Flat, convert, deidentifier
-from medvl.data.convert.options import ShardOptions, ShardRun
+from medvl.cli.shards.corpora import ConversionOptions, Flat, convert
 
 
 def generated(
     root: Path,
-    run: Flat[ShardRun],
-    options: Flat[ShardOptions],
+    shared: Flat[ConversionOptions],
     *,
     source: tuple[Path, ...] = (),
     name: str = "generated",
@@ -22,13 +20,12 @@ def generated(
 
     Args:
         root: folder of medvl generate.
-        run: output folder, budget, workers.
-        options: storage format of the images.
+        shared: output, resources and storage format.
         source: folders of the shards whose texts are the prompts, for their patients.
         name: name of the corpus.
         split: name of the split.
     """
     from medvl.data.convert.generated import plan
 
-    deid = deidentifier(run.salt_file, new_salt=run.new_salt)
-    return convert(plan(root, deid, sources=source, name=name, split=split), deid, run, options)
+    deid = shared.deidentifier()
+    return convert(plan(root, deid, sources=source, name=name, split=split), deid, shared)

@@ -4,8 +4,7 @@ import dataclasses
 from pathlib import Path
 from typing import Literal
 
-from medvl.cli.shards.corpora import Flat, convert_corpus
-from medvl.data.convert.options import ShardOptions, ShardRun
+from medvl.cli.shards.corpora import ConversionOptions, Flat, convert_corpus
 
 Splits = Literal["official", "repaired", "by-article"]
 
@@ -22,56 +21,44 @@ class LViTSplits:
     splits; by-article draws new splits, by patient."""
 
 
-def qata(
-    root: Path, run: Flat[ShardRun], options: Flat[ShardOptions], *, division: Flat[LViTSplits] = LViTSplits()
-) -> str:
+def qata(root: Path, shared: Flat[ConversionOptions], *, division: Flat[LViTSplits] = LViTSplits()) -> str:
     """Convert QaTa-COV19: radiographs with masks of infections and LViT's texts.
 
     Args:
         root: folder with Train_Folder/, Val_Folder/ and Test_Folder/, or with Train Set/ and Test Set/.
-        run: output folder, budget, workers.
-        options: storage format of the images.
+        shared: output, resources and storage format.
         division: patients and splits.
     """
-    return _convert("qata", root, run, options, division)
+    return _convert("qata", root, shared, division)
 
 
-def mosmed(
-    root: Path, run: Flat[ShardRun], options: Flat[ShardOptions], *, division: Flat[LViTSplits] = LViTSplits()
-) -> str:
+def mosmed(root: Path, shared: Flat[ConversionOptions], *, division: Flat[LViTSplits] = LViTSplits()) -> str:
     """Convert MosMedData+: slices of chest CT with masks of infections and LViT's texts.
 
     Args:
         root: folder with Train_Folder/, Val_Folder/ and Test_Folder/.
-        run: output folder, budget, workers.
-        options: storage format of the images.
+        shared: output, resources and storage format.
         division: patients and splits.
     """
-    return _convert("mosmed", root, run, options, division)
+    return _convert("mosmed", root, shared, division)
 
 
 def monuseg(
-    root: Path,
-    run: Flat[ShardRun],
-    options: Flat[ShardOptions],
-    *,
-    division: Flat[LViTSplits] = LViTSplits(patients="file"),
+    root: Path, shared: Flat[ConversionOptions], *, division: Flat[LViTSplits] = LViTSplits(patients="file")
 ) -> str:
     """Convert MoNuSeg: tissue with masks of nuclei and LViT's texts; use --color.
 
     Args:
         root: folder with Train_Folder/, Val_Folder/ and Test_Folder/.
-        run: output folder, budget, workers.
-        options: storage format of the images.
+        shared: output, resources and storage format.
         division: patients, which are those of TCGA in the file names, and splits.
     """
-    return _convert("monuseg", root, run, options, division)
+    return _convert("monuseg", root, shared, division)
 
 
 def melinda(
     root: Path,
-    run: Flat[ShardRun],
-    options: Flat[ShardOptions],
+    shared: Flat[ConversionOptions],
     *,
     level: Literal["i_meth", "p_meth", "i_meth_label", "p_meth_label"] = "i_meth_label",
     splits: Splits = "official",
@@ -80,18 +67,17 @@ def melinda(
 
     Args:
         root: folder with train.csv, dev.csv, test.csv and melinda_images/.
-        run: output folder, budget, workers.
-        options: storage format of the images.
+        shared: output, resources and storage format.
         level: column whose classes are the labels.
         splits: as in roco.
     """
     from medvl.data.corpora.figures import melinda as corpus
 
-    return convert_corpus(corpus, root, run, options, level=level, splits=splits)
+    return convert_corpus(corpus, root, shared, level=level, splits=splits)
 
 
-def _convert(name: str, root: Path, run: ShardRun, options: ShardOptions, division: LViTSplits) -> str:
+def _convert(name: str, root: Path, shared: ConversionOptions, division: LViTSplits) -> str:
     from medvl.data.corpora.boxes_and_masks import lvit_layout as corpus
 
-    kept = dataclasses.replace(options, keep_textless=True)
-    return convert_corpus(corpus, root, run, kept, name=name, patients=division.patients, splits=division.splits)
+    settings = {"name": name, "patients": division.patients, "splits": division.splits}
+    return convert_corpus(corpus, root, shared.textless(), **settings)

@@ -4,7 +4,7 @@ import itertools
 from collections.abc import Iterator
 from pathlib import Path
 
-from medvl.cli.shards.corpora import Flat, convert, deidentifier, named_values, split_fractions
+from medvl.cli.shards.corpora import ConversionOptions, Flat, convert, named_values, split_fractions
 from medvl.data.convert.options import ShardOptions, ShardRun
 from medvl.data.corpora.common.documents import Document, DocumentFormat
 from medvl.data.corpora.text import TextOptions
@@ -42,7 +42,8 @@ def text(
     from medvl.data.corpora import text as corpus
     from medvl.data.corpora.common.text_overlap import HeldOutTexts, read_texts
 
-    deid = deidentifier(run.salt_file, new_salt=run.new_salt)
+    shared = ConversionOptions(run=run, options=ShardOptions(samples_per_shard=samples_per_shard))
+    deid = shared.deidentifier()
     sets = {each: read_texts(Path(path)) for each, path in named_values(held_out, "--held-out").items()}
     plan = corpus.plan(
         itertools.chain.from_iterable(_read(source, deid, files, sections) for source in sources),
@@ -53,12 +54,7 @@ def text(
         fractions=split_fractions(splits),
     )
     left_out = ", ".join(f"{count} {reason}" for reason, count in sorted(plan.excluded.items()))
-    return "\n".join(
-        [
-            convert(plan, deid, run, ShardOptions(samples_per_shard=samples_per_shard)),
-            f"Documents left out: {left_out or 'none'}",
-        ]
-    )
+    return "\n".join([convert(plan, deid, shared), f"Documents left out: {left_out or 'none'}"])
 
 
 def concepts(
@@ -84,10 +80,11 @@ def concepts(
     from medvl.data.knowledge.graph import read_knowledge
     from medvl.data.knowledge.umls import read_definitions
 
-    deid, graph = deidentifier(run.salt_file, new_salt=run.new_salt), read_knowledge(knowledge)
+    shared = ConversionOptions(run=run, options=ShardOptions(samples_per_shard=samples_per_shard))
+    deid, graph = shared.deidentifier(), read_knowledge(knowledge)
     definitions = {} if umls is None else read_definitions(umls, graph.identifiers)
     plan = corpus.plan(graph, deid, definitions=definitions, name=name, fractions=split_fractions(splits))
-    return convert(plan, deid, run, ShardOptions(samples_per_shard=samples_per_shard))
+    return convert(plan, deid, shared)
 
 
 def _read(source: Path, deid: Deidentifier, files: DocumentFormat, sections: tuple[str, ...]) -> Iterator[Document]:

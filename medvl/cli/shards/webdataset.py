@@ -5,15 +5,13 @@ from typing import Annotated
 
 import tyro
 
-from medvl.cli.shards.corpora import Flat, convert, deidentifier, split_fractions
-from medvl.data.convert.options import ShardOptions, ShardRun
+from medvl.cli.shards.corpora import ConversionOptions, Flat, convert, split_fractions
 from medvl.data.storage.webdataset_tars import TarFields
 
 
 def webdataset(
     tars: Annotated[tuple[str, ...], tyro.conf.arg(metavar="TAR ...")],
-    run: Flat[ShardRun],
-    options: Flat[ShardOptions],
+    shared: Flat[ConversionOptions],
     fields: Flat[TarFields],
     *,
     name: str = "webdataset",
@@ -26,8 +24,7 @@ def webdataset(
 
     Args:
         tars: paths or addresses of the tars, with webdataset's braces: 'pmc/{00000..00042}.tar'.
-        run: output folder, budget, workers.
-        options: storage format of the images.
+        shared: output, resources and storage format.
         fields: names of the members.
         name: name of the corpus.
         group: member or field of the JSON that names the patient or article, such as json:pmcid. Splits are disjoint by
@@ -37,10 +34,10 @@ def webdataset(
     from medvl.data.convert.private_folder import PrivateFolder
     from medvl.data.corpora import webdataset_tars as corpus
 
-    deid = deidentifier(run.salt_file, new_salt=run.new_salt)
-    unpacked = PrivateFolder(run.local_out).path / "images"
+    deid = shared.deidentifier()
+    unpacked = PrivateFolder(shared.run.local_out).path / "images"
     plan = corpus.plan(tars, deid, unpacked, name=name, fields=fields, group=group, fractions=split_fractions(splits))
-    lines = [convert(plan, deid, run, options)]
+    lines = [convert(plan, deid, shared)]
     shutil.rmtree(unpacked)
     if group is None:
         lines.append(
