@@ -146,12 +146,7 @@ def linear_probe(
         thresholds=thresholds,
         protocol=(PROTOCOL, PROTOCOL_VERSION),
         config=config,
-        inputs={
-            "manifest": test.fingerprint,
-            "train_manifest": train.fingerprint,
-            "validation_manifest": valid.fingerprint,
-            **(inputs or {}),
-        },
+        inputs={**_fingerprints(train, valid, test), **(inputs or {})},
         details={"runs": [run.details for run in runs], "feature_dim": train.x_ND.shape[1]},
     )
     return ProbeResult(results=results, images=images, thresholds=thresholds, fractions=tuple(sorted(fractions)))
@@ -223,6 +218,10 @@ def _fit(data: _Data, fraction: float, number: int, penalties: Sequence[float]) 
     }
     scores_NL = chosen.probe.probability_NL(data.test_x_ND)
     return ProbeRun(fraction=fraction, probe=chosen.probe, scores_NL=scores_NL, details=details)
+
+
+def _fingerprints(train: FeatureTable, valid: FeatureTable, test: FeatureTable) -> dict[str, str | None]:
+    return {"manifest": test.fingerprint, "train_manifest": train.fingerprint, "validation_manifest": valid.fingerprint}
 
 
 def _with_scores(run: ProbeRun, data: _Data, scored: Mapping[str, ScoredImages]) -> tuple[ScoredImages, ScoredImages]:

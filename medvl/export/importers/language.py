@@ -19,7 +19,7 @@ _LAYERS = {768: 12, 1024: 24, 2048: 24, 4096: 12}
 _HEADS = {2048: 16, 4096: 64}
 """Width -> attention heads where they are not 64 wide."""
 
-BERT_WORDS = backbones.tied_word_head("cls.predictions", "bert.embeddings.word_embeddings.weight")
+BERT_WORDS = tuple(backbones.tied_word_head("cls.predictions", "bert.embeddings.word_embeddings.weight"))
 BERT_PAIRS = (keep("bert.pooler.dense.*", "pooler.*"), keep("cls.seq_relationship.*", "pair_head.*"))
 ROBERTA_WORDS = tuple(
     keep(f"lm_head.{source}", f"word_head.{name}")
