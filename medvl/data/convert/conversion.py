@@ -20,7 +20,14 @@ from medvl.data.convert.private_folder import PrivateFolder
 from medvl.errors import ConfigError, ShardError
 
 _PACKAGES = ("medvl", "numpy", "opencv-python-headless", "pillow", "pydicom", "simplejpeg")
-_IDENTITY = ("corpus", "options", "part", "records", "salt")
+_IDENTITY = {
+    "corpus": "the corpus' name",
+    "options": "the options of the images or shards",
+    "part": "the part",
+    "records": "the records (rows, columns or splits)",
+    "salt": "the salt",
+}
+"""Field of a conversion that a resumed run must share -> its name in messages."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -92,11 +99,11 @@ class Conversion:
     def _check_folders(self, out: Path, private: PrivateFolder) -> None:
         if private.plan.is_file():
             stored = _load(private.plan)
-            differing = ", ".join(name for name in _IDENTITY if stored.get(name) != getattr(self, name))
+            differing = [name for name in _IDENTITY if stored.get(name) != getattr(self, name)]
             if differing:
                 advice = f"give another --out, or remove {out} and {private.path} to start again"
-                message = f"{out} holds a conversion with another {differing}; {advice}"
-                raise ConfigError(message, "exists", field=differing)
+                message = f"{out} holds another conversion: it differs in {', '.join(_IDENTITY[name] for name in differing)}"
+                raise ConfigError(f"{message}; {advice}", "exists", field=", ".join(differing))
         elif out.exists() and any(out.iterdir()):
             message = f"{out} is not empty and {private.plan} does not exist; give another --out"
             raise ConfigError(message, "exists", field="out")

@@ -33,6 +33,7 @@ from medvl.data.convert.note import ShardNote
 from medvl.data.convert.options import ShardOptions, ShardRun, select_part
 from medvl.data.convert.plan import PlannedShard, ShardPlan, count_by_split
 from medvl.data.convert.private_folder import PrivateFolder
+from medvl.data.convert.repairs import has_repairs
 from medvl.data.convert.shard_task import ShardTask
 from medvl.data.corpora.common.tables import Plan
 from medvl.data.privacy.deidentify import Deidentifier
@@ -86,6 +87,11 @@ def _write_claimed(
     notes = {note.name: note for note in stored if note is not None}
     planned = count_by_split(shards)
     budget = int(run.max_skipped if run.max_skipped >= 1 else run.max_skipped * planned.total())
+    if sum(len(note.skipped) for note in notes.values()) > budget:
+        for shard in shards:
+            note = notes.get(shard.name)
+            if note is not None and note.skipped and _has_repairs(note, shard_plan, shard, private):
+                del notes[shard.name]
     try:
         with closing(_convert(shard_plan, shards, notes, run, options)) as converted:
             for note in converted:
@@ -139,6 +145,11 @@ def _convert(
         bar.update(planned - bar.n)
 
 
+def _has_repairs(note: ShardNote, shard_plan: ShardPlan, shard: PlannedShard, private: PrivateFolder) -> bool:
+    written = private.note_path(shard.name).stat().st_mtime
+    return has_repairs(note, shard_plan.records(shard), written)
+
+
 def _create_engine(run: ShardRun, shards: int) -> Engine:
     if run.engine == "ray":
         from medvl.data.convert.ray_engine import RayEngine
@@ -154,7 +165,9 @@ def _check_budget(notes: Collection[ShardNote], budget: int, private: PrivateFol
     reasons = Counter(reason for note in notes for _, reason, _ in note.skipped)
     detail = ", ".join(f"{count} {reason}" for reason, count in reasons.most_common())
     state = f"{reasons.total()} images are unreadable ({detail}), over the budget of {budget}"
-    advice = "repair them, or raise --max-skipped and run again: finished shards are kept"
+    advice = "correct their paths, repair them, or raise --max-skipped, and run again: finished shards are kept"
     if "outside_folder" in reasons:
         advice = f"{advice}; a tree of links needs --follow-links and a new --out"
+    if "image_missing" in reasons:
+        advice = f"{advice}; image_missing: the path has no file (paths of a table are relative to --image-root)"
     raise BudgetError(f"{state}; {private.skipped} lists them; {advice}", "budget", field="max_skipped")
