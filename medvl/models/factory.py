@@ -11,6 +11,7 @@ from medvl.data.tokenizer.files import has_tokenizer
 from medvl.data.tokenizer.tokenizer import Tokenizer, load_tokenizer
 from medvl.encoders.presets import TEXT_PRESETS
 from medvl.encoders.text.builders import uses_canonical_text, uses_clip_tokenizer
+from medvl.encoders.text.factory import without_folder
 from medvl.errors import ConfigError
 from medvl.models.base import System, SystemConfig, TwoTowers
 from medvl.models.checkpoint import described_model, load, warm_start
@@ -74,10 +75,14 @@ def create_model(
         if own_text and not new_words and folder is not None and has_tokenizer(folder):
             _compare_vocabularies(tokenizer, folder)
     if own:
-        return _from_own_weights(cls.build(config, pretrained=False, tokenizer=tokenizer), bool(pretrained))
-    model = cls.build(config, pretrained=bool(pretrained) and not continues, tokenizer=tokenizer)
+        model = _from_own_weights(cls.build(config, pretrained=False, tokenizer=tokenizer), bool(pretrained))
+    else:
+        model = cls.build(config, pretrained=bool(pretrained) and not continues, tokenizer=tokenizer)
     if init_from is not None:
         warm_start(model, init_from)
+    described = without_folder(getattr(config, "text_encoder", ""))
+    if described != getattr(config, "text_encoder", ""):  # a checkpoint must not depend on a local folder
+        model.config = dataclasses.replace(model.config, text_encoder=described)
     return model
 
 

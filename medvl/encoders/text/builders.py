@@ -69,6 +69,18 @@ def read_folder(folder: Path) -> tuple[str, dict[str, Any]]:
     return model_type, fields
 
 
+def parse_fields(text: str) -> dict[str, Any]:
+    """Return the fields of a name such as `hf:bert{"hidden_size": 192}`. Raises ConfigError if they are malformed."""
+    try:
+        fields = parse_json(text)
+    except ValueError:
+        fields = None
+    if not isinstance(fields, dict):
+        message = "expected hf:TYPE with a JSON object of fields, such as hf:bert{" + '"hidden_size": 192}'
+        raise ConfigError(message, "malformed", field="name")
+    return fields
+
+
 def build_hugging_face(model_type: str, arguments: Mapping[str, Any]) -> TextBackbone:
     """Build an encoder of transformers from its model type and the fields of its configuration.
 
@@ -82,8 +94,11 @@ def build_hugging_face(model_type: str, arguments: Mapping[str, Any]) -> TextBac
 
     try:
         known = transformers.AutoConfig.for_model(model_type).to_dict()
-    except (KeyError, ValueError) as error:
-        raise ConfigError(f"unknown model type {model_type!r}: {error}", "unknown_name", field="name") from None
+    except (KeyError, ValueError):
+        near = difflib.get_close_matches(model_type, transformers.CONFIG_MAPPING, n=3)
+        hint = f"did you mean {', '.join(near)}?" if near else "give a type such as bert, or a local folder of a model"
+        message = f"transformers has no model type {model_type!r} and there is no such folder: {hint}"
+        raise ConfigError(message, "unknown_name", field="name") from None
     _check_fields(f"hf:{model_type}", arguments, known)
     options = {"add_pooling_layer": False} if model_type in _WITH_POOLER else {}
     try:

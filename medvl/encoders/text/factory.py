@@ -1,14 +1,16 @@
 """Creation of text encoders by name.
 
 A name is a preset (`medvl.encoders.presets`); `hf:TYPE` for an encoder of transformers by model type (`hf:bert`,
-`hf:distilbert`, ...); a local folder with a `config.json`; `open_clip:NAME` for the text encoder of an open_clip model;
-`static` for a table of word vectors. Values of `pretrained` are described in `medvl.encoders.pretrained`; for `static`
+`hf:distilbert`, ...), also with fields of its configuration as JSON (`hf:bert{"hidden_size": 192}`); a local folder with
+a `config.json`, or `hf:FOLDER`; `open_clip:NAME` for the text encoder of an open_clip model; `static` for a table of
+word vectors. Values of `pretrained` are described in `medvl.encoders.pretrained`; for `static`
 it is a file in GloVe's or word2vec's format.
 """
 
 import dataclasses
 import difflib
 import fnmatch
+import json
 import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -26,7 +28,7 @@ from medvl.encoders.pretrained import (
     unused_blocks,
 )
 from medvl.encoders.text.adapters import ClipAdapter, TextBackbone
-from medvl.encoders.text.builders import build_hugging_face, build_open_clip, build_static, read_folder
+from medvl.encoders.text.builders import build_hugging_face, build_open_clip, build_static, parse_fields, read_folder
 from medvl.encoders.text.encoder import Pool, Reduce, TextEncoder, TextOptions
 from medvl.encoders.text.projections import MatrixHead, text_projection
 from medvl.encoders.text.word_vectors import fill_word_vectors, read_dimension
@@ -80,9 +82,9 @@ def create_text_encoder(
         WeightsError: the weights are not available ("not_found") or do not fit ("mismatch").
     """
     family, model, preset, fields = _resolve(str(name))
-    is_folder = preset is None and Path(name).is_dir()
+    folder = _folder(str(name))
     options = TextOptions(
-        name=f"{family}:{model}" if is_folder else str(name),
+        name=f"{family}:{model}" if preset is None and family == "hf" else str(name),
         vocab_size=vocab_size,
         pad_id=pad_id,
         layers=tuple(layers),
@@ -98,7 +100,7 @@ def create_text_encoder(
     language = _build(family, model, fields, options, preset)
     encoder = TextEncoder(language, options)
     if pretrained is not False:
-        _load(encoder, language, preset, Path(name) if is_folder and pretrained is True else pretrained)
+        _load(encoder, language, preset, folder if folder is not None and pretrained is True else pretrained)
     return encoder
 
 
@@ -117,16 +119,34 @@ def list_text_encoders(pattern: str = "*") -> list[str]:
     return sorted(fnmatch.filter(TEXT_PRESETS, pattern))
 
 
+def without_folder(name: str) -> str:
+    """Return the name of the same encoder that does not depend on a local folder: `hf:TYPE{FIELDS}` for one."""
+    folder = _folder(name)
+    if folder is None:
+        return name
+    model, fields = read_folder(folder)
+    return f"hf:{model}{json.dumps(fields)}"
+
+
+def _folder(name: str) -> Path | None:
+    """Return the local folder that a name stands for, None for other names."""
+    folder = Path(name.removeprefix("hf:") if "/" in name else name)
+    return folder if name and name not in TEXT_PRESETS and folder.is_dir() else None
+
+
 def _resolve(name: str) -> tuple[str, str, TextPreset | None, dict[str, Any]]:
     """Return (family, model, preset, fields of its configuration) of a name."""
     preset = TEXT_PRESETS.get(name)
     if preset is not None:
         family, _, model = preset.model.partition(":")
         return family, model, preset, dict(preset.arguments)
-    if Path(name).is_dir():
-        model, fields = read_folder(Path(name))
+    if (folder := _folder(name)) is not None:
+        model, fields = read_folder(folder)
         return "hf", model, None, fields
     family, separator, model = name.partition(":")
+    if family == "hf" and model.endswith("}"):
+        model, _, text = model.partition("{")
+        return family, model, None, parse_fields("{" + text)
     if family in _FAMILIES and (separator or family == "static"):
         return family, model, None, {}
     near = difflib.get_close_matches(name, TEXT_PRESETS, n=3)
