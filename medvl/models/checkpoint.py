@@ -28,6 +28,7 @@ from medvl.models.locate import (
     TOKENIZER,
     TRAIN_MANIFEST,
     TRAIN_STATE,
+    nearby_checkpoints,
     WEIGHTS,
     find_checkpoint,
 )
@@ -38,6 +39,7 @@ _log = logging.getLogger(__name__)
 _FORMAT = 2
 _PICKLES = (".pt", ".pth", ".ckpt", ".bin", ".pkl", ".tar")
 _SHOWN = 4
+_GIVE_RUN = "give a run or a checkpoint, such as runs/convirt or runs/convirt/best"
 
 
 def save(
@@ -327,7 +329,8 @@ def _check_folder(folder: Path) -> Path:
         message = f"{folder} is not loaded: {kind}; give a folder with {CONFIG} and {WEIGHTS}"
         raise CheckpointError(message, "unsupported")
     if not folder.is_dir():
-        raise CheckpointError(f"{folder} does not exist", "not_found")
+        advice = nearby_checkpoints(folder.parent) or _GIVE_RUN
+        raise CheckpointError(f"{folder} does not exist; {advice}", "not_found")
     return folder
 
 
@@ -336,7 +339,9 @@ def _read_config(folder: Path) -> dict[str, Any]:
     try:
         config = parse_json(path.read_bytes())
     except FileNotFoundError:
-        raise CheckpointError(f"{path} is missing: {folder} is not a checkpoint of medvl", "not_found") from None
+        advice = nearby_checkpoints(folder) or _GIVE_RUN
+        message = f"{path} is missing: {folder} is not a checkpoint of medvl; {advice}"
+        raise CheckpointError(message, "not_found") from None
     except (ValueError, OSError) as error:
         raise CheckpointError(f"{path} cannot be read ({type(error).__name__}): it is damaged", "malformed") from error
     if not isinstance(config, dict) or not isinstance(config.get("model"), dict):

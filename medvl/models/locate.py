@@ -19,6 +19,7 @@ MODEL_FILES = (CONFIG, WEIGHTS, f"{TOKENIZER}/*", TRAIN_MANIFEST, ANCESTORS, CAR
 """Files of a checkpoint that make up the model; the others belong to the training run."""
 BEST, LAST = "best", "last"
 """Links in the folder of a run."""
+_SHOWN = 5
 _REVISION = re.compile(r"[\w./-]{1,96}", re.ASCII)
 
 
@@ -49,6 +50,14 @@ def find_checkpoint(source: Path | str) -> Path:
 def weight_files(folder: Path) -> list[Path]:
     """Return the files of a checkpoint's weights: one, or the parts of several ranks."""
     return sorted((folder / WEIGHT_PARTS).glob("*.safetensors")) or [folder / WEIGHTS]
+
+
+def nearby_checkpoints(folder: Path) -> str:
+    """Return advice that names the runs and checkpoints in a folder, the first five; "" where there are none."""
+    entries = sorted(folder.iterdir()) if folder.is_dir() else []
+    found = [str(entry) for entry in entries if (_of_run(entry) / CONFIG).is_file()]
+    more = ", ..." if len(found) > _SHOWN else ""
+    return f"give one of {', '.join(found[:_SHOWN])}{more}" if found else ""
 
 
 def on_hub(source: Path | str) -> bool:

@@ -54,3 +54,12 @@ def test_names_that_are_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     (tmp_path / "runs").mkdir()
     with raises(CheckpointError, "not_found", names="runs/convrit does not exist"):  # a misspelt path
         medvl.load("runs/convrit")
+
+
+def test_a_folder_of_runs_names_them(run: Path) -> None:
+    with raises(CheckpointError, "not_found", names=f"give one of {run}"):
+        medvl.load(run.parent)
+    with raises(CheckpointError, "not_found", names=f"give one of {run}"):
+        medvl.load(run.parent / "rnu")
+    with raises(CheckpointError, "not_found", names=str(run / "checkpoints" / "step-1")):
+        medvl.load(run / "checkpoints")

@@ -128,9 +128,9 @@ class Manifest:
         try:
             content = parse_json(path.read_bytes())
         except FileNotFoundError:
-            advice = "`medvl shards --help` lists the commands that create shards"
-            reason = "the conversion is not finished, or the folder has no shards"
-            raise ShardError(f"{path} does not exist: {reason}; {advice}", "not_found") from None
+            advice = "the conversion is not finished, or the folder has no shards; "
+            advice += "`medvl shards --help` lists the commands that create shards"
+            raise ShardError(f"{path} does not exist: {nearby_splits(folder) or advice}", "not_found") from None
         except (ValueError, OSError) as error:
             code = "malformed" if isinstance(error, ValueError) else "unreadable"
             raise ShardError(f"cannot read {path} ({type(error).__name__}); convert the corpus again", code) from error
@@ -155,6 +155,16 @@ class Manifest:
             return cls(**content)
         except (TypeError, KeyError, ValueError) as error:
             raise ShardError(f"{where}: missing or unknown fields ({error}); convert again", "malformed") from error
+
+
+def nearby_splits(folder: str | Location) -> str:
+    """Return advice that names the folders of splits in a local folder, or beside it; "" where there are none."""
+    path = locate(folder)
+    if not isinstance(path, Path):
+        return ""
+    inside, beside = (sorted(found.parent for found in where.glob(f"*/{MANIFEST}")) for where in (path, path.parent))
+    listed = inside or ([] if path.exists() else beside)
+    return f"give the folder of one split: {', '.join(map(str, listed))}" if listed else ""
 
 
 def _parse_generator(content: Any) -> Mapping[str, Any]:

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from medvl.data.shards.format import MANIFEST, Manifest
+from medvl.data.shards.format import MANIFEST, Manifest, nearby_splits
 from medvl.data.shards.verify import check_against
 from medvl.data.storage.location import locate
 from medvl.errors import ConfigError
@@ -47,7 +47,9 @@ class LoaderConfig:
         missing = [(name, path) for name, path, file in located if not (path / file).is_file()]
         if missing:
             listed = ", ".join(f"data.{name} {path}" for name, path in missing)
-            raise ConfigError(f"not found: {listed}\n{advice}", "not_found", field=f"data.{missing[0][0]}")
+            splits = nearby_splits(missing[0][1])
+            message = f"no shards in {listed}; {splits}" if splits else f"not found: {listed}\n{advice}"
+            raise ConfigError(message, "not_found", field=f"data.{missing[0][0]}")
 
     def inputs(self) -> Iterator[tuple[str, Path, str]]:
         """Yield (field, folder, file that it must contain) of the folders that the run reads."""

@@ -133,3 +133,11 @@ def test_names_with_a_path_are_refused(tmp_path: Path, deid: Deidentifier, name:
         table.plan(write(tmp_path, CSV), COLUMNS, deid, name=name)
     with raises(ConfigError, "malformed", "splits"):
         table.plan(write(tmp_path, CSV), COLUMNS, deid, fractions={name: 1.0})
+
+
+@pytest.mark.parametrize(("name", "part"), [("images.zip", "unpack"), ("nowhere", "does not exist")])
+def test_image_root_must_be_a_folder(tmp_path: Path, deid: Deidentifier, name: str, part: str) -> None:
+    path = write(tmp_path, CSV)
+    (tmp_path / "images.zip").write_bytes(b"PK")
+    with raises(ConfigError, "not_found", "image_root", names=part):
+        table.plan(path, COLUMNS, deid, image_root=tmp_path / name)
