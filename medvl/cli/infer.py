@@ -55,7 +55,8 @@ def infer(
     results = infer_files(model, paths, out=out, settings=settings, overlays=drawn, batch=batch, frame=frame)
     skipped = count_skipped(results)
     if sum(skipped.values()) == len(results):
-        raise ConfigError(f"no image could be read: {_counts(skipped)}", "empty", field="images")
+        advice = "expected DICOM, JPEG or PNG files, or folders with them; unpack archives first"
+        raise ConfigError(f"no image could be read: {_counts(skipped)}; {advice}", "empty", field="images")
     lines = [format_results(results, model.names, model.gives)]
     if skipped:
         lines.append(f"\n{sum(skipped.values())} of {len(results)} images skipped: {_counts(skipped)}")

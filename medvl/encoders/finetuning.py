@@ -41,8 +41,10 @@ def freeze_layers(
     groups = encoder.parameter_layers()
     count = len(groups) - 1 if n == "all" else n
     if not 0 <= count <= len(groups) - 1:
-        most = f"{len(groups) - 1}, the layers of {encoder.name} that have parameters"
-        raise ConfigError(f"expected n from 0 to {most}; got {n}", "out_of_range", field="n")
+        most = (
+            f"it has {len(groups) - 1} with parameters; give a lower number (frozen_text_layers or frozen_image_layers)"
+        )
+        raise ConfigError(f"cannot freeze {n} layers of {encoder.name}: {most}", "out_of_range", field="n")
     frozen = groups[1 : count + 1]
     if embeddings or (embeddings is None and count > 0):
         frozen = [groups[0], *frozen]

@@ -102,7 +102,9 @@ class Conversion:
             differing = [name for name in _IDENTITY if stored.get(name) != getattr(self, name)]
             if differing:
                 advice = f"give another --out, or remove {out} and {private.path} to start again"
-                message = f"{out} holds another conversion: it differs in {', '.join(_IDENTITY[name] for name in differing)}"
+                message = (
+                    f"{out} holds another conversion: it differs in {', '.join(_IDENTITY[name] for name in differing)}"
+                )
                 raise ConfigError(f"{message}; {advice}", "exists", field=", ".join(differing))
         elif out.exists() and any(out.iterdir()):
             message = f"{out} is not empty and {private.plan} does not exist; give another --out"

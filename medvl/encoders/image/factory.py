@@ -164,7 +164,7 @@ def _resolve(name: str) -> tuple[str, str, ImagePreset | None]:
         is_known = target in names or target.partition(".")[0] in names  # timm: NAME.TAG
         if is_known or name == f"open_clip:{OPEN_CLIP_CUSTOM}":
             return candidate, target, None
-    known = [*IMAGE_PRESETS, *(known for candidate in _LIBRARIES for known in _names(candidate))]
+    known = dict.fromkeys([*IMAGE_PRESETS, *(known for candidate in _LIBRARIES for known in _names(candidate))])
     near = difflib.get_close_matches(model or name, known, n=4)
     hint = f"did you mean {', '.join(near)}?" if near else f"the presets are {', '.join(IMAGE_PRESETS)}"
     raise ConfigError(f"unknown image encoder {name!r}: {hint}", "unknown_name", field="name")

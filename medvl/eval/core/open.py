@@ -20,7 +20,7 @@ from medvl.data.storage.webdataset_tars import is_tar_pattern
 from medvl.data.tokenizer.tokenizer import Tokenizer
 from medvl.data.transforms.image import EvalTransform
 from medvl.data.transforms.text import WholeText
-from medvl.errors import ConfigError
+from medvl.errors import ConfigError, SplitError
 from medvl.models.base import System
 from medvl.models.checkpoint import detector_of, load, train_manifests
 from medvl.models.dual_encoders.bases.base import DualEncoder
@@ -108,7 +108,11 @@ def refuse_training_patients(checkpoint: Path, source: ShardSource) -> None:
         if source.manifest.split == MIXED and training.corpus == source.manifest.corpus:
             continue
         if training.salt == source.manifest.salt:
-            check_against(training, source.manifest)
+            try:
+                check_against(training, source.manifest)
+            except SplitError as error:
+                advice = "evaluate it on other patients, such as those of the test split"
+                raise error.prefixed(f"{checkpoint} was trained on patients of {source.folder}: {advice}. ") from None
             continue
         _log.warning(
             "%s was trained on %s/%s, whose patients were hashed with another salt than those of %s: shared patients "

@@ -171,7 +171,8 @@ def common_classes(prompts: PromptSet, source: Source) -> tuple[str, ...]:
     if not names:
         classes, labels = ", ".join(prompts.classes), ", ".join(source.label_names) or "none"
         message = f"expected a label of the data for a class of the prompts {prompts.name!r} ({classes}), got {labels}"
-        raise EvaluationError(message, "mismatch", field="prompts")
+        advice = "give a JSON file with prompts for your labels (guides/evaluation.md), or train with --prompts None"
+        raise EvaluationError(f"{message}; {advice}", "mismatch", field="prompts")
     return names
 
 

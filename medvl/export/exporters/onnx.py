@@ -72,7 +72,7 @@ def export_onnx(model: System, out: Path | str) -> Exported:
     """
     lacking = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
     if lacking:
-        raise ConfigError(f"{' and '.join(lacking)} is not installed: pip install 'medvl[onnx]'", "missing")
+        raise ConfigError(f"not installed: {' and '.join(lacking)}; run pip install 'medvl[onnx]'", "missing")
     model, encoder = require_encoders(model)
     model.eval()
     generator = torch.Generator().manual_seed(0)

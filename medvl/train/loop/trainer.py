@@ -70,7 +70,7 @@ class TrainResult:
 
     def __str__(self) -> str:
         """Return a summary in one line."""
-        best = "" if self.best is None else f"; best {self.best_metric} {self.best_value}: {self.best}"
+        best = "" if self.best is None else f"; best {self.best_metric} {self.best_value:.4f}: {self.best}"
         return f"{self.stopped} after step {self.step}{best}"
 
 
