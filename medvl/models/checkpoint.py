@@ -28,9 +28,9 @@ from medvl.models.locate import (
     TOKENIZER,
     TRAIN_MANIFEST,
     TRAIN_STATE,
-    nearby_checkpoints,
     WEIGHTS,
     find_checkpoint,
+    nearby_checkpoints,
 )
 from medvl.models.registry import system
 from medvl.models.weights import limited_allocation, read_weights

@@ -164,7 +164,9 @@ class TrainConfig:
     run_dir: Path
     """Output folder: `checkpoints/`, `last`, `best`, `metrics.jsonl`, `tensorboard/`."""
     epochs: int | None = None
+    """Passes over the training data; None for a run of `steps`."""
     steps: int | None = None
+    """Updates of the weights; None for a run of `epochs`."""
     global_batch: int
     """Pairs of one update over all ranks and micro-batches."""
     accumulate: int = 1

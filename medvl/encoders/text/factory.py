@@ -1,9 +1,9 @@
 """Creation of text encoders by name.
 
 A name is a preset (`medvl.encoders.presets`); `hf:TYPE` for an encoder of transformers by model type (`hf:bert`,
-`hf:distilbert`, ...), also with fields of its configuration as JSON (`hf:bert{"hidden_size": 192}`); a local folder with
-a `config.json`, or `hf:FOLDER`; `open_clip:NAME` for the text encoder of an open_clip model; `static` for a table of
-word vectors. Values of `pretrained` are described in `medvl.encoders.pretrained`; for `static`
+`hf:distilbert`, ...), also with fields of its configuration (`hf:bert{"hidden_size": 192}`); a local folder with a
+`config.json`, or `hf:FOLDER`; `open_clip:NAME` for the text encoder of an open_clip model; `static` for a table of word
+vectors. Values of `pretrained` are described in `medvl.encoders.pretrained`; for `static`
 it is a file in GloVe's or word2vec's format.
 """
 

@@ -105,6 +105,7 @@ def train(
         LoaderError: a worker process of a loader died or hangs.
         SystemExit: with status 0, after SIGTERM or the first SIGINT, once a checkpoint is saved.
     """
+    config = dataclasses.replace(config, run_dir=Path(config.run_dir))  # programs often give a string
     _check(train_loader, optim, config, validates=valid_loader is not None or bool(evals))
     with contextlib.ExitStack() as stack:
         ranks = stack.enter_context(join(config.device))

@@ -286,3 +286,10 @@ def test_console_logs_to_stderr_without_configured_logging(
 def test_gather_is_the_identity_on_one_rank() -> None:
     x_BE = torch.rand(3, 2)
     assert gather(x_BE) is x_BE
+
+
+def test_run_dir_may_be_a_string(tmp_path: Path) -> None:
+    folder: Any = str(tmp_path / "run")
+    result = run(folder, iter([0.123456789] * 8))
+    assert result.last.parent.parent == tmp_path / "run"
+    assert "best auroc 0.1235: " in str(result)
