@@ -80,8 +80,14 @@ def create_model(
         model = cls.build(config, pretrained=bool(pretrained) and not continues, tokenizer=tokenizer)
     if init_from is not None:
         warm_start(model, init_from)
-    described = without_folder(getattr(config, "text_encoder", ""))
-    if described != getattr(config, "text_encoder", ""):  # a checkpoint must not depend on a local folder
+    return _without_folder(model)
+
+
+def _without_folder(model: System) -> System:
+    """Describe a text encoder that was named by a local folder in the settings, so that checkpoints do not need it."""
+    name = getattr(model.config, "text_encoder", "")
+    described = without_folder(name)
+    if described != name:
         model.config = dataclasses.replace(model.config, text_encoder=described)
     return model
 

@@ -112,9 +112,8 @@ def plan(
     table, where = Path(table), dict(where or {})
     root = Path(image_root) if image_root is not None else table.parent
     folders = InputFolders.of(root, follow_links=follow_links)
-    if columns.image_column is not None and not root.is_dir():
-        state = "is a file: unpack an archive first" if root.exists() else "does not exist"
-        raise ConfigError(f"expected a folder of images; {root} {state}", "not_found", field="image_root")
+    if columns.image_column is not None and table.exists():  # else the table's own error is raised below
+        _check_root(root)
     if columns.split_column is None:
         check_fractions(fractions)
     required = [*columns.names(), *where]
@@ -140,6 +139,12 @@ def plan(
             checks.add(number, sample)
     checks.finish()
     return Plan(name, records, labels.names, excluded, +warnings, folders)
+
+
+def _check_root(root: Path) -> None:
+    if not root.is_dir():
+        state = "is a file: unpack an archive first" if root.exists() else "does not exist"
+        raise ConfigError(f"expected a folder of images; {root} {state}", "not_found", field="image_root")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
