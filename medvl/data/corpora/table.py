@@ -112,8 +112,7 @@ def plan(
     table, where = Path(table), dict(where or {})
     root = Path(image_root) if image_root is not None else table.parent
     folders = InputFolders.of(root, follow_links=follow_links)
-    if columns.image_column is not None and table.exists():  # else the table's own error is raised below
-        _check_root(root)
+    _check_root(table, root, columns)
     if columns.split_column is None:
         check_fractions(fractions)
     required = [*columns.names(), *where]
@@ -141,8 +140,8 @@ def plan(
     return Plan(name, records, labels.names, excluded, +warnings, folders)
 
 
-def _check_root(root: Path) -> None:
-    if not root.is_dir():
+def _check_root(table: Path, root: Path, columns: TableColumns) -> None:
+    if columns.image_column is not None and table.exists() and not root.is_dir():
         state = "is a file: unpack an archive first" if root.exists() else "does not exist"
         raise ConfigError(f"expected a folder of images; {root} {state}", "not_found", field="image_root")
 
