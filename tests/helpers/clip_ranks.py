@@ -53,4 +53,3 @@ if __name__ == "__main__":
         actual = step(loaded, DistributedDataParallel(loaded), whole_batch(folder, mine))
         if rank == 0:
             safetensors.torch.save_file(actual, folder / RESULTS)
-    dist.destroy_process_group()

@@ -75,7 +75,6 @@ def main(folder: Path) -> None:
             results[f"{name}/{case}/loss"] = losses.total.detach()
     results = {name: tensor.clone(memory_format=torch.contiguous_format) for name, tensor in results.items()}
     safetensors.torch.save_file(results, folder / f"rank-{rank}.safetensors")
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":

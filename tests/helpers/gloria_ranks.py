@@ -81,7 +81,6 @@ def main(folder: Path) -> None:
     garbage_BTE = x_BTE.masked_fill(~mask_BT[:, :, None], torch.nan)[mine, :longest]
     tensors["padded"], tensors["mask"] = gather_padded(garbage_BTE, mask_BT[mine, :longest])
     safetensors.torch.save_file(tensors, folder / f"actual-{rank}.st")
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -38,7 +38,6 @@ def main(folder: str) -> None:
     torch.distributed.init_process_group("gloo")
     rank = torch.distributed.get_rank()
     torch.save(compute(rank, 2), f"{folder}/{rank}.pt")
-    torch.distributed.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -178,4 +178,3 @@ if __name__ == "__main__":
     else:
         dist.init_process_group("gloo")
         checks(target)
-        dist.destroy_process_group()

@@ -4,6 +4,7 @@ torchrun --standalone --nproc-per-node 2 train_ranks.py FOLDER NAME...
 """
 
 import errno
+import gc
 import json
 import logging
 import os
@@ -12,6 +13,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -301,7 +303,15 @@ def check_signal(folder: Path) -> Any:
                 os.kill(os.getpid(), signal.SIGTERM)
             return batch
 
-    training(folder / "resume", SignalledLoader(20, 4, rank, world), norm=True, epochs=4)
+    def leave() -> None:
+        """DDP that is freed after its group can wait forever."""
+        wrapped = [each for each in gc.get_objects() if isinstance(each, DistributedDataParallel)]
+        assert not wrapped, "DDP exists when the process group is destroyed"
+        destroy()
+
+    destroy = dist.destroy_process_group
+    with mock.patch.object(dist, "destroy_process_group", leave):
+        training(folder / "resume", SignalledLoader(20, 4, rank, world), norm=True, epochs=4)
     raise AssertionError("train returned after SIGTERM")
 
 
@@ -317,5 +327,3 @@ if __name__ == "__main__":
     with fakes.fake_files():
         for check in names:
             (target / f"{check}-{rank_and_world()[0]}.json").write_text(json.dumps(CHECKS[check](target)))
-    if dist.is_initialized():
-        dist.destroy_process_group()

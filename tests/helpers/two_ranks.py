@@ -12,7 +12,10 @@ RANKS = 2
 
 
 def run_two_ranks(script: Path | str, *arguments: object, timeout: float = 300) -> None:
-    """Run a script as `torchrun --nproc-per-node 2` does. Raises AssertionError with the output if a rank fails."""
+    """Run a script as `torchrun --nproc-per-node 2` does. Raises AssertionError with the output if a rank fails.
+
+    Scripts with DDP leave their process group as it is: DDP that is freed after the group can wait forever.
+    """
     with socket.socket() as free, tempfile.TemporaryDirectory() as logs:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]

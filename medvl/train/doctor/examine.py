@@ -105,7 +105,7 @@ def examine(run: Run, seconds: float = 10.0) -> Examination:
             wandb=None,
         )
         training = Training(run.model, run.data.train, ranks, run.settings.optim, config)
-        stack.callback(training.logger.close)
+        stack.callback(training.close)
         return _measure(training, run, run.settings.data.workers, seconds)
 
 

@@ -115,7 +115,7 @@ def train(
         signals = stack.enter_context(StopSignals())
         ranks.on_main(lambda: stack.enter_context(RunLock(config.run_dir)) and None)
         training = Training(model, train_loader, ranks, optim, config, valid_loader, evals, run)
-        stack.callback(training.logger.close)
+        stack.callback(training.close)
         stack.enter_context(freeze_existing_objects())
         with with_advice(ranks, config):
             stopped = training.run(signals)
@@ -175,6 +175,11 @@ class Training:
         )
         self._rollback = RollbackPolicy(self.state, config, self.logger, self._checkpoints)
         self.speed = SpeedMeter(ranks)
+
+    def close(self) -> None:
+        """Close the logger, and let go of the process group before it is destroyed."""
+        self.logger.close()
+        self.state.model.leave_group()
 
     def run(self, signals: StopSignals) -> Literal["finished", "early_stop", "signal"]:
         """Make steps until the run is over or a signal arrives."""

@@ -30,6 +30,14 @@ class ParallelModel(abc.ABC):
 
     def __init__(self, whole: nn.Module, trained: nn.Module, ranks: RankInfo) -> None:
         self.whole, self.trained, self.ranks = whole, trained, ranks
+        self.ddp: DistributedDataParallel | None = None
+
+    def leave_group(self) -> None:
+        """Release DDP before the process group is destroyed; the model can still be used, but not trained.
+
+        A DDP module that is freed after its group can wait forever for a thread of gloo, because it holds the GIL.
+        """
+        self.ddp = None
 
     @abc.abstractmethod
     def forward(self, batch: Batch) -> Losses:
@@ -95,7 +103,6 @@ class DDPModel(ParallelModel):
 
     def __init__(self, model: nn.Module, ranks: RankInfo, find_unused_parameters: bool = False) -> None:
         super().__init__(model, model, ranks)
-        self.ddp: DistributedDataParallel | None = None
         if ranks.size > 1:
             DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, unshared_buffers(model))
             self.ddp = DistributedDataParallel(

@@ -226,7 +226,6 @@ def main(folder: Path) -> None:
         results |= {f"{name}/{key}": p.grad.clone() for key, p in model.named_parameters() if p.grad is not None}
         results[f"{name}/loss"] = total.detach()
     safetensors.torch.save_file(results, folder / f"rank-{rank}.safetensors")
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":

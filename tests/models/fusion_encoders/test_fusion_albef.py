@@ -289,7 +289,6 @@ for name in sys.argv[2:]:
     queue = {name: buffer.tolist() for name, buffer in model.itc_head.queue.named_buffers()}
     with open(f"{sys.argv[1]}/{name}{rank}.json", "w") as file:
         json.dump({**results, "queue": queue, "ignored": ignored}, file)
-dist.destroy_process_group()
 """
 
 

@@ -93,7 +93,6 @@ def check(folder: Path) -> None:
             loss_of(wrapped, rank, case).backward()
             results[f"{name} {case}"] = gradients(model)
     torch.save(results, folder / f"{rank}.pt")
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -192,4 +192,3 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     torch.save(rank_gradients(dist.get_rank(), 2), Path(sys.argv[1]) / f"{dist.get_rank()}.pt")
-    dist.destroy_process_group()

@@ -379,4 +379,3 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     main(Path(sys.argv[1]))
-    dist.destroy_process_group()
