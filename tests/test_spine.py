@@ -196,7 +196,7 @@ def test_other_settings_over_the_same_folders_are_refused(spine: Spine, capsys: 
     phantom, shards = list(spine.commands["phantom"]), list(spine.commands["shards"])
     phantom[phantom.index("--seed") + 1] = "12"
     shards[shards.index("--short-side") + 1] = "32"
-    for arguments, reason in ((phantom, "with another seed"), (shards, "another options")):
+    for arguments, reason in ((phantom, "with another seed"), (shards, "differs in the options")):
         with pytest.raises(SystemExit, match="1"):
             cli.main(arguments)
         assert reason in capsys.readouterr().err

@@ -150,25 +150,23 @@ def evaluate_text_tasks(
     options = options or TextTaskOptions()
     _check_names(tasks)
     splits_of = {name: _splits(root, TASKS[name], options) for name in tasks}  # all, before the first training
+    examples = {name: splits["test"] for name, splits in splits_of.items()}
+    without = {name: baselines(TASKS[name], of["train"], of["test"]) for name, of in splits_of.items()}
     rows: list[MetricRow] = []
-    examples: dict[str, Sequence[TextExample]] = {}
     runs: dict[str, TaskRun] = {}
     others: dict[str, TaskRun] = {}
     scored: dict[str, ScoredTask] = {}
-    without: dict[str, Mapping[str, Predicted]] = {}
-    for name in tasks:
-        task, splits = TASKS[name], splits_of[name]
-        examples[name] = splits["test"]
+    for name, splits in splits_of.items():
+        task = TASKS[name]
         runs[name] = _run(encoder, task, splits, options, torch.device(device), report)
         if other is not None:
             others[name] = _run(other, task, splits, options, torch.device(device), report)
         second = others.get(name)
-        without[name] = baselines(task, splits["train"], splits["test"])
         rows += _rows(task, splits["test"], runs[name], second, without[name], options)
         scored[name] = ScoredTask(
             metrics=runs[name].metrics,
             other=None if second is None else second.metrics,
-            documents=[example.document for example in splits["test"]],
+            documents=[example.document for example in examples[name]],
         )
         report(f"{name}: {task.metric} {rows_value(rows, task):.3f}, {runs[name].settings}")
     rows += score_rows(scored, resamples=options.resamples, seed=options.seed)
