@@ -1,7 +1,7 @@
 """RadZero on MIMIC-CXR: statements against the patches of a frozen encoder (Park et al., arXiv 2504.07416).
 
     torchrun --nproc-per-node 4 recipes/radzero_mimic.py --data.train DIR/train --data.valid DIR/validate
-    torchrun recipes/radzero_mimic.py --model.image-size 224 --train.micro-batch 64 ...      # a seventh of the work
+    torchrun recipes/radzero_mimic.py --model.image-size 224 --data.image.size 224 ...       # about a fifth of the work
     torchrun recipes/radzero_mimic.py --data.text.source file --data.text.file STATEMENTS.jsonl ...
     torchrun recipes/radzero_mimic.py tiny            # data of `medvl phantom quickstart`, two CPU cores
     torchrun recipes/radzero_mimic.py tiny --help     # every setting

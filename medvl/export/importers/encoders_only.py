@@ -1,4 +1,4 @@
-"""Key tables of systems that medvl does not have: only their encoders are imported."""
+"""Key tables of systems of which only the encoders are imported."""
 
 from medvl.encoders.presets import IMAGENET_MEAN, IMAGENET_STD
 from medvl.export.importers import backbones
@@ -6,13 +6,13 @@ from medvl.export.importers.backbones import TEXT_PROJECTION, bert, resnet, sequ
 from medvl.export.importers.importer import Importer
 from medvl.export.importers.key_map import drop, keep
 
-_HEAD = "a projection into this system's shared space, which medvl does not have"
+_HEAD = "a projection into this system's shared space: only its encoders are imported"
 _SCALE = "the temperature of this system's loss"
 _STATISTICS = (
     f"The pixel statistics are ImageNet's ({IMAGENET_MEAN}, {IMAGENET_STD}), the encoder's default; those of this "
     "system are not known."
 )
-_FUSION = "the fusion-encoder of this system, which medvl does not have"
+_FUSION = "the fusion-encoder of this system: only its encoders are imported"
 
 _METER_TOWERS = (
     *backbones.clip_image_tower("vision_encoder"),
@@ -40,7 +40,7 @@ IMPORTERS = (
         table=(
             *sequential_resnet("res_features."),
             drop("res_l*.*", _HEAD),
-            drop("decoder.**", "the decoder of entities, which medvl does not have"),
+            drop("decoder.**", "the decoder of entities: only the image encoder is imported"),
             *(
                 drop(f"{name}.*", "a head of the decoder of entities")
                 for name in ("disease_embedding_layer", "cl_fc", "classifier")
