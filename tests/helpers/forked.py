@@ -1,7 +1,6 @@
 """Programs in processes of their own, forked from one that has imported the libraries: their start costs a tenth of a
 second instead of five."""
 
-import faulthandler
 import multiprocessing
 import os
 import runpy
@@ -31,8 +30,6 @@ _SERVER.set_forkserver_preload(
     ]
 )
 _FORK = multiprocessing.get_context("fork")
-_STUCK_SECONDS = 240
-"""Age at which a program prints where it is; tests wait for 300 seconds."""
 
 
 def start(
@@ -98,7 +95,6 @@ def _become(
     os.environ.clear()
     os.environ.update(environment)
     os.chdir(folder)
-    faulthandler.dump_traceback_later(_STUCK_SECONDS, file=2)
     torch.set_num_threads(1)
     module = words[0] == "-m"
     paths = [folder if module else str(Path(words[0]).parent), *environment.get("PYTHONPATH", "").split(os.pathsep)]
