@@ -41,10 +41,11 @@ def train(arguments: argparse.Namespace, name: str, seed: int) -> Path:
     labels = tuple(arguments.labels)
     settings = dataclasses.replace(
         recipe,
-        model=dataclasses.replace(recipe.model, labels=labels, **NETWORKS[name]),
+        model=dataclasses.replace(recipe.model, labels=labels, image_size=arguments.size, **NETWORKS[name]),
         tokenizer=arguments.vocab,
         data=dataclasses.replace(
-            recipe.data, train=arguments.data / "train", valid=arguments.data / "validate", labels=labels, workers=0
+            recipe.data, train=arguments.data / "train", valid=arguments.data / "validate", labels=labels, workers=0,
+            image=dataclasses.replace(recipe.data.image, size=arguments.size),
         ),
         train=dataclasses.replace(
             recipe.train, run_dir=run_dir, epochs=arguments.epochs or recipe.train.epochs, seed=seed, tensorboard=False,
@@ -92,6 +93,7 @@ def main() -> None:
     parser.add_argument("--labels", nargs="+", default=["Infection"])
     parser.add_argument("--networks", nargs="+", choices=NETWORKS, default=list(NETWORKS))
     parser.add_argument("--seeds", nargs="+", type=int, default=[0])
+    parser.add_argument("--size", type=int, default=64, help="pixels of a side")
     parser.add_argument("--epochs", type=int, default=None, help="default: those of the recipe's preset tiny")
     arguments = parser.parse_args()
     for seed in arguments.seeds:

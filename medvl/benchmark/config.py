@@ -22,7 +22,7 @@ class MakeStep:
     creates: str
     """File or folder below the corpus's root; the commands are left out where it exists."""
     table: Literal[
-        "medpix", "radiographs", "nih", "paediatric", "boxes", "structures", "lungs", "openi"
+        "medpix", "radiographs", "nih", "sentences", "paediatric", "boxes", "structures", "lungs", "openi"
     ] | None = None  # fmt: skip
     """Collection of `MEDVL_REAL_DATA` whose table is written first, as {root}/TABLE.jsonl, with prompts in TABLE.json;
     of openi the reports, as {root}/text/openi for `medvl eval text`."""

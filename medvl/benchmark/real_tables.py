@@ -38,6 +38,8 @@ _STRUCTURES = {
     "consolidation": "consolidation",
 }
 """Masks of at least five test images, and the names by which systems are asked for them."""
+_OPAQUE = {"Atelectasis", "Consolidation", "Edema", "Infiltration", "Pneumonia"}
+"""NIH's labels that are opacities, which the boxes are named after."""
 _PARTS = {"train": "train", "val": "validate", "test": "test"}
 Row = dict[str, Any]
 Prompts = Mapping[str, tuple[str, Sequence[str]]]
@@ -93,6 +95,24 @@ def _nih(real: Path) -> Iterator[Row]:
         if row["source"] == "nih-chestxray14":
             labels = {name: int(name in row["labels"]) for name in _NIH}
             yield _row(f"cxr/{row['image']}", row["patient_id"], row["split"], labels)
+
+
+def _sentences(real: Path) -> Iterator[Row]:
+    """Yield MedPix, the radiographs with texts, and NIH's images with their labels as sentences, no box's patient."""
+    yield from _medpix(real)
+    yield from _radiographs(real)
+    with_boxes = {row["patient"] for row in _boxes(real)}
+    for row in _lines(real / "cxr/cxr.jsonl"):
+        if row["source"] == "nih-chestxray14" and row["patient_id"] not in with_boxes:
+            text = " ".join(f"There is {name.lower()}." for name in _findings_of(row["labels"]))
+            yield _row(f"cxr/{row['image']}", row["patient_id"], row["split"], {}) | {"impression": text}
+
+
+def _findings_of(labels: Sequence[str]) -> list[str]:
+    """Return the findings that an image's sentences name: its labels, and lung opacity where one of them is that."""
+    if "No Finding" in labels:
+        return ["no lung opacity, pleural effusion, pneumothorax or cardiomegaly"]
+    return [*(("lung opacity",) if _OPAQUE.intersection(labels) else ()), *labels]
 
 
 def _paediatric(real: Path) -> Iterator[Row]:
@@ -156,6 +176,7 @@ TABLES: Mapping[str, Callable[[Path], Iterator[Row]]] = {
     "radiographs": _radiographs,
     "nih": _nih,
     "paediatric": _paediatric,
+    "sentences": _sentences,
     "boxes": _boxes,
     "structures": _structures,
     "lungs": _lungs,

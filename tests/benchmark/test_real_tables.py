@@ -54,6 +54,31 @@ def test_boxes_of_a_finding_are_a_phrase_of_a_test_image(tmp_path: Path, monkeyp
     assert len(opacity.boxes) == 2
 
 
+def test_labels_become_sentences_but_those_of_patients_with_boxes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MEDVL_REAL_DATA", str(tmp_path))
+    nih = {"source": "nih-chestxray14", "split": "train", "text": None}
+    labels = {"p": ["Nodule"], "q": ["Pneumonia", "Effusion"], "r": ["No Finding"], "s": ["Hernia"]}
+    images = [nih | {"image": f"{name}.jpg", "patient_id": name, "labels": found} for name, found in labels.items()]
+    cohen = {"source": "cohen", "image": "c.jpg", "patient_id": "c", "split": "test", "text": "Hazy.", "labels": []}
+    written(tmp_path / "cxr/cxr.jsonl", [*images, cohen])
+    box = [{"finding": "Nodule", "box_xyxy": [5, 5, 9, 9]}]
+    other = {"image": "other.jpg", "patient_id": "p", "split": "test", "width": 20, "height": 20, "nih_boxes": box}
+    written(tmp_path / "boxes_nih/boxes.jsonl", [other])
+    medpix = {"image": "m.jpg", "case_id": "m", "split": "val", "location_category": "Head", "modality_type": "MR"}
+    seen = [medpix | {"also_in_vqa_rad": True}, medpix | {"also_in_vqa_rad": False, "caption": "A mass."}]
+    written(tmp_path / "medpix/captions.jsonl", seen)
+    rows = rows_of(write_table("sentences", tmp_path / "out")[0])
+    assert {row["patient"]: row["impression"] for row in rows} == {
+        "m": "A mass.",
+        "c": "Hazy.",
+        "q": "There is lung opacity. There is pneumonia. There is effusion.",
+        "r": "There is no lung opacity, pleural effusion, pneumothorax or cardiomegaly.",
+        "s": "There is hernia.",
+    }
+
+
 def test_masks_are_those_of_the_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MEDVL_REAL_DATA", str(tmp_path))
     mask_HW = np.zeros((6, 8), np.uint8)
