@@ -1,5 +1,6 @@
 """Base of systems that predict a list of entities with a query decoder over an image's grid (MedKLIP, KAD, MAVL)."""
 
+import contextlib
 import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Self
@@ -15,6 +16,7 @@ from medvl.data.transforms.image import EvalTransform
 from medvl.encoders import ImageEncoder, TextEncoder, freeze_layers
 from medvl.errors import ConfigError
 from medvl.losses.gather import mean_over_ranks
+from medvl.losses.precision import full_precision
 from medvl.models.dual_encoders.bases.base import DualEncoderConfig, projection_head
 from medvl.models.dual_encoders.bases.build import create_encoders
 from medvl.models.dual_encoders.bases.text_maps import TextMaps
@@ -24,6 +26,8 @@ from medvl.schema import FINDINGS, Batch, Embeddings, Inputs, Losses
 
 _QUERIES = 256
 """Further queries of one pass of the decoder, whose memory grows with their square."""
+_EQUAL, _ROUNDED = 1e-3, 2e-2
+"""Relative distances of vectors of one sentence: computed twice in float32; in float32 and in 16 bits."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -134,8 +138,14 @@ class QueryEncoder(TextMaps):
         return self.sentence_vectors(sentences).unflatten(0, (len(texts), self.aspects)).flatten(1)
 
     def sentence_vectors(self, texts: Sequence[str] | Tensor, mask_BT: Tensor | None = None) -> Tensor:
-        """Return (B, D) float32: the vector of each sentence by the frozen text encoder."""
-        features: Tensor = self.text_encoder(*self.tokenize(texts, mask_BT)).pooled_BD
+        """Return (B, D) float32: the vector of each sentence by the frozen text encoder.
+
+        Autocast does not apply to strings: the vector of an entity must be that of the book in any run.
+        """
+        with contextlib.ExitStack() as stack:
+            if not isinstance(texts, Tensor):
+                stack.enter_context(full_precision(self.book.vectors_QD))
+            features: Tensor = self.text_encoder(*self.tokenize(texts, mask_BT)).pooled_BD
         return features.float()
 
     def embed_ids(self, ids_BT: Tensor, mask_BT: Tensor) -> Embeddings:
@@ -230,9 +240,11 @@ class QueryEncoder(TextMaps):
     def _rows(self, vectors_MD: Tensor) -> Tensor:
         """Return (M,): the row of the book that has each vector, -1 for none."""
         book_QD = self.queries().float().unflatten(0, (-1, self.aspects)).flatten(1)
-        nearest, rows_M = torch.cdist(vectors_MD.float(), book_QD).min(dim=1)
-        known_M = nearest <= 1e-3 * book_QD.norm(dim=1).mean()
-        return torch.where(known_M, rows_M, -1)
+        exact = "donot_use_mm_for_euclid_dist"  # products lose small distances, above all in TF32
+        nearest, rows_M = torch.cdist(vectors_MD.float(), book_QD, compute_mode=exact).min(dim=1)
+        size, apart_QQ = book_QD.norm(dim=1).mean(), torch.cdist(book_QD, book_QD, compute_mode=exact)
+        apart = apart_QQ.masked_fill(apart_QQ <= _EQUAL * size, torch.inf).amin()
+        return torch.where(nearest <= torch.minimum(_ROUNDED * size, apart / 4), rows_M, -1)
 
     @staticmethod
     def _grid_of(images: Embeddings) -> Tensor:
