@@ -62,6 +62,22 @@ def test_losses_are_cross_entropies_over_what_the_report_says() -> None:
     assert nothing.total.item() == 0
 
 
+@pytest.mark.parametrize("images", [0, 1, 3])
+def test_placeholders_of_missing_images_do_not_enter_batch_norms(images: int) -> None:
+    """The statistics of two or more images are theirs; one and none leave them unchanged."""
+    batch, model, other = make_batch(), medklip().train(), medklip().train()
+    before = {name: value.clone() for name, value in other.named_buffers() if "running_" in name}
+    losses = model(dataclasses.replace(batch, has_image_B=torch.arange(4) < images))
+    losses.total.backward()
+    assert all(p.grad is not None for name, p in model.named_parameters() if not name.startswith("text_encoder."))
+    if images > 1:
+        other(batch.rows(range(images)))
+        before = dict(other.named_buffers())
+    for name, value in model.named_buffers():
+        if "running_" in name:
+            torch.testing.assert_close(value, before[name], msg=name)
+
+
 def test_masked_entities_have_no_gradient_and_all_trained_parameters_have_one() -> None:
     model, batch = medklip().train(), make_batch()
     losses = model(batch)

@@ -13,7 +13,7 @@ from medvl.data.reports.entities import describe
 from medvl.data.reports.statements import statement
 from medvl.data.tokenizer.tokenizer import Tokenizer
 from medvl.data.transforms.image import EvalTransform
-from medvl.encoders import ImageEncoder, TextEncoder, freeze_layers
+from medvl.encoders import ImageEncoder, TextEncoder, freeze_batch_norm_statistics, freeze_layers
 from medvl.errors import ConfigError
 from medvl.losses.gather import mean_over_ranks
 from medvl.losses.precision import full_precision
@@ -207,14 +207,24 @@ class QueryEncoder(TextMaps):
         return self._odds(states_BQD)[pair], attention_BQP[pair]
 
     def forward(self, batch: Batch) -> Losses:
-        """Return the losses of a batch. Samples without an image are left out; means are over all ranks."""
+        """Return the losses of a batch. Samples without an image are left out; means are over all ranks.
+
+        Their placeholders are not encoded, so that they do not enter batch norms; only where no sample has an image,
+        all are, because every rank must use all weights. Running statistics are not updated then, nor from one image.
+        """
+        statistics: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+        if batch.has_image_B is not None:
+            row_K = batch.has_image_B.nonzero().squeeze(1)
+            batch = batch.rows(row_K.tolist()) if len(row_K) else batch
+            statistics = freeze_batch_norm_statistics(self) if len(row_K) < 2 else statistics
         labels_BL = batch.labels_BL
         if labels_BL.shape[1] != len(self.config.entities):
             message = f"expected a label column for each of {len(self.config.entities)} entities"
             raise ConfigError(f"{message}, got {labels_BL.shape[1]}: set entities", "mismatch", field="entities")
         if batch.has_image_B is not None:
             labels_BL = labels_BL.masked_fill(~batch.has_image_B[:, None], torch.nan)
-        images = self.embed_images(batch.image_BCHW)
+        with statistics:
+            images = self.embed_images(batch.image_BCHW)
         states_BQD, _ = self.ask(self._grid_of(images))
         terms = {"presence": (self.presence_loss(states_BQD, labels_BL), 1.0)}
         return Losses.weighted(**terms, **self.more_terms(batch, images, states_BQD, labels_BL))
