@@ -31,7 +31,8 @@ paper = ZeroShotRecipe(
         text=WholeText(),
         image=ConVIRTAugmentation(size=224, area=(0.2, 1.0), rotation=0, translation=0, scale=(1.0, 1.0)),
     ),
-    optim=OptimConfig(optimizer="adamw", lr=1e-4, weight_decay=0.02, schedule=Cosine(warmup_steps=38_500, min_lr=1e-5)),
+    # Five epochs of about 240,000 frontal images.
+    optim=OptimConfig(optimizer="adamw", lr=1e-4, weight_decay=0.02, schedule=Cosine(warmup_steps=25_000, min_lr=1e-5)),
     train=TrainConfig(
         run_dir=Path("runs/medklip-mimic"), epochs=100, global_batch=48, precision="bf16", channels_last=True
     ),

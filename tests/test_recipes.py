@@ -105,6 +105,14 @@ def test_convirt_and_gloria_train_on_frontal_images() -> None:
     assert "--where frontal_lateral=Frontal --out" in gloria["MAKE_DATA"]
 
 
+@pytest.mark.parametrize(("name", "epochs"), [("medklip", 5), ("mavl", 5), ("kad", 20)])
+def test_warm_up_has_the_published_epochs_of_the_shards_that_are_made(name: str, epochs: int) -> None:
+    names = runpy.run_path(str(RECIPES[0].with_name(f"{name}_mimic.py")))
+    paper = names["PRESETS"]["paper"]
+    assert "--views PA AP" in names["MAKE_DATA"]  # 240,000 of 370,000 training images
+    assert paper.optim.schedule.warmup_steps * paper.train.global_batch == pytest.approx(epochs * 240_000, rel=0.01)
+
+
 def test_gloria_draws_sentences_of_two_words_and_not_of_one() -> None:
     """As in the authors' code, which leaves out sentences of one word or none."""
     (path,) = (path for path in RECIPES if path.stem.startswith("gloria"))
