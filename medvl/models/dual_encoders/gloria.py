@@ -77,8 +77,15 @@ class GLoRIA(LocalDualEncoder):
         return Losses.weighted(**{"local": (local, config.local_weight), "global": (whole, config.global_weight)})
 
     def similarity(self, images: Embeddings | Tensor, texts: Embeddings | Sequence[str]) -> Tensor:
-        """Return (N, M): the mean of cosine and word-region similarity: the logits of training over 2 * temp3."""
+        """Return (N, M): the mean of cosine and word-region similarity: the logits of training over 2 * temp3.
+
+        A part whose loss has no weight, and so an untrained head, is left out.
+        """
         images, texts = self.embedded(images, texts)
+        if not self.config.local_weight:
+            return super().similarity(images, texts)
+        if not self.config.global_weight:
+            return self.local_similarity(images, texts)
         return (super().similarity(images, texts) + self.local_similarity(images, texts)) / 2
 
     def best_word_similarity(self, images: Embeddings | Tensor, texts: Embeddings | Sequence[str]) -> Tensor:

@@ -242,6 +242,15 @@ def test_similarity_equals_that_of_training(model: GLoRIA) -> None:
     torch.testing.assert_close(model.similarity(batch.image_BCHW, RAGGED), (cosine_NM + local_NM) / 2)
 
 
+@pytest.mark.parametrize("part", ["global", "local"])
+def test_similarity_leaves_out_a_part_that_is_not_trained(tokenizer: Tokenizer, part: str) -> None:
+    other = {"global": "local", "local": "global"}[part]
+    model = tiny_model(tokenizer, **{f"{other}_weight": 0.0}).eval()
+    images, texts = model.embed_images(make_batch(tokenizer).image_BCHW), model.embed_texts(RAGGED)
+    expected = {"global": images.global_NE @ texts.global_NE.T, "local": gloria_similarity(*locals_of(images, texts))}
+    torch.testing.assert_close(model.similarity(images, texts), expected[part])
+
+
 def locals_of(images: Embeddings, texts: Embeddings, first: int = 0) -> tuple[Tensor, Tensor, Tensor]:
     assert images.local_NPE is not None
     assert texts.local_NPE is not None
