@@ -36,9 +36,7 @@ paper = ZeroShotRecipe(
         image=ConVIRTAugmentation(size=512, area=(0.2, 1.0), rotation=0, translation=0, scale=(1.0, 1.0)),
     ),
     # 20 epochs of about 240,000 frontal images.
-    optim=OptimConfig(
-        optimizer="adamw", lr=5e-5, weight_decay=0.02, schedule=Cosine(warmup_steps=75_000, min_lr=1e-6)
-    ),
+    optim=OptimConfig(optimizer="adamw", lr=5e-5, weight_decay=0.02, schedule=Cosine(warmup_steps=75_000, min_lr=1e-6)),
     train=TrainConfig(
         run_dir=Path("runs/kad-mimic"), epochs=100, global_batch=64, precision="bf16", channels_last=True
     ),
