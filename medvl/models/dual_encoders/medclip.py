@@ -1,5 +1,6 @@
 """MedCLIP: images and texts that need not be pairs, matched by their labels (Wang et al., EMNLP 2022)."""
 
+import contextlib
 import dataclasses
 from collections.abc import Mapping
 from typing import Any, Literal, get_args
@@ -7,7 +8,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor, nn
 
-from medvl.encoders import ImageEncoder, TextEncoder
+from medvl.encoders import ImageEncoder, TextEncoder, freeze_batch_norm_statistics
 from medvl.losses.pairs.soft_targets import LabelSimilarity, label_similarity, soft_targets
 from medvl.models.config_checks import check_choice, check_within
 from medvl.models.dual_encoders.bases.bert import BertDualConfig, BertDualEncoder
@@ -100,7 +101,8 @@ class MedCLIP(LearnedScale, BertDualEncoder):
     def _embed(self, has_B: Tensor | None, embed: Any, *inputs_B: Tensor) -> Embeddings:
         """Return the embeddings of the rows that exist, with their numbers.
 
-        Where none exists, two placeholders are encoded for zero gradients, without which DDP would wait.
+        Where none exists, two placeholders are encoded for zero gradients, without which DDP would wait; they do not
+        enter batch norms.
         """
         if has_B is None:
             return dataclasses.replace(
@@ -108,5 +110,6 @@ class MedCLIP(LearnedScale, BertDualEncoder):
             )
         row_K = has_B.nonzero().squeeze(1)
         encoded = row_K if len(row_K) else row_K.new_zeros(2)
-        embeddings: Embeddings = embed(*(tensor[encoded] for tensor in inputs_B))
+        with contextlib.nullcontext() if len(row_K) else freeze_batch_norm_statistics(self):
+            embeddings: Embeddings = embed(*(tensor[encoded] for tensor in inputs_B))
         return Embeddings(embeddings.global_NE[: len(row_K)], pair_N=row_K)

@@ -147,3 +147,13 @@ def test_a_text_is_drawn_once_where_its_policy_is_not_random() -> None:
 def test_unknown_similarities_are_refused() -> None:
     with raises(ConfigError, "unknown_name", "label_similarity"):
         medclip(label_similarity="euclid")
+
+
+@pytest.mark.parametrize("images", [0, 3])
+def test_placeholders_of_a_batch_without_images_do_not_enter_batch_norms(images: int) -> None:
+    """Such as a part of texts alone, with `grad_cache` or from shards without images."""
+    model = medclip().train()
+    before = {name: value.clone() for name, value in model.named_buffers() if "running_" in name}
+    model(whole(has_image_B=torch.arange(PAIRS) < images))
+    for name, value in model.named_buffers():
+        assert name not in before or torch.equal(value, before[name]) == (not images), name
