@@ -161,6 +161,12 @@ PREDICATES: Table = (
 )  # fmt: skip
 """Words that make a clause of a part of a sentence, after a comma or "and" in a sentence that has some already."""
 
+PERSISTENCE: Table = (
+    "(?:persists?|remains?)", "(?:has|have) ~ (?:increased|worsened|progressed|developed)",
+    "(?:is|are) ~ (?:unchanged|stable|increased|worse|persistent)",
+)  # fmt: skip
+"""Predicates of a finding, and not of its removal: "resolution of edema and | atelectasis persists"."""
+
 LINKS: Table = ("(?:represent*|reflect*|suggest*|indicat*|consistent|compatible|concerning|suspicious|due)",)
 """Words between a sign and its explanation: a doubt behind them is about the explanation."""
 

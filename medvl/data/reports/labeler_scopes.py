@@ -8,7 +8,8 @@ A cue reaches from its own place to the next stop. Stops are the ends of clauses
 * for "versus": commas, "and", predicates, `LINKS` and `SCOPE_ENDS`.
 
 A comma or "and" ends a clause if what follows begins with one of `CLAUSE_OPENERS`, or has a predicate where something
-before it has one too ("no effusion is seen | and the heart is enlarged"); not in a list that goes on with "or".
+before it has one too ("no effusion is seen | and the heart is enlarged"), or has one of `PERSISTENCE` after a negation
+such as "resolution of"; not in a list that goes on with "or".
 
 All positions are sorted and found by bisection, so that the time is proportional to the length of the sentence.
 """
@@ -32,6 +33,7 @@ _SEPARATOR = re.compile(
 )
 _ABBREVIATION = re.compile(r"\((\w+)\)")
 _NEGATION = re.compile(rf"\b(?:no|not|nor|neither|without|{tables.NEGATIVE_OF})\b")
+_NEGATIVE_OF = re.compile(rf"\b{tables.NEGATIVE_OF}\b")
 _NEAR_COMMA = re.compile(r"(?: \w{1,20})?,")
 _AFTER_COMMA = "(?:, (?:which |that |now |since )*)?"
 
@@ -207,14 +209,19 @@ class _Piece(NamedTuple):
     """Start of the separator."""
     text: str
     has_predicate: bool
+    persists: bool
+    """Whether its predicate is one of `PERSISTENCE`."""
     is_negated: bool
+    is_negative_of: bool
+    """Whether the negation is one with an object, such as "resolution of"."""
 
 
 def _split_pieces(sentence: str) -> Iterator[_Piece]:
-    predicate, start, separator, position = compile_table(tables.PREDICATES), 0, "end", 0
+    tests = (compile_table(tables.PREDICATES), compile_table(tables.PERSISTENCE), _NEGATION, _NEGATIVE_OF)
+    start, separator, position = 0, "end", 0
     for match in itertools.chain(_SEPARATOR.finditer(sentence), (None,)):
         text = sentence[start : match.start() if match else None]
-        yield _Piece(separator, position, text, predicate.search(text) is not None, _NEGATION.search(text) is not None)
+        yield _Piece(separator, position, text, *(test.search(text) is not None for test in tests))
         if match:
             start, separator, position = match.end(), match.lastgroup or "end", match.start()
 
@@ -230,7 +237,8 @@ def _split_clauses(sentence: str, phrases: Sequence[int]) -> _Clauses:
         in_list[index] = following.separator in ("or", "and") or (goes_on and in_list[index + 1])
 
     clauses = _Clauses()
-    predicate, negated, after_or = pieces[0].has_predicate, pieces[0].is_negated, False
+    predicate, negated, negative_of = pieces[0].has_predicate, pieces[0].is_negated, pieces[0].is_negative_of
+    after_or = False
     for index, piece in enumerate(pieces[1:], start=1):
         is_joint = piece.separator in ("and", "comma")
         has_comma = sentence[piece.position] == ","
@@ -238,11 +246,11 @@ def _split_clauses(sentence: str, phrases: Sequence[int]) -> _Clauses:
         if is_joint and not in_or_list[index]:
             named = _has(phrases, clauses.ends[-1] if clauses.ends else 0, piece.position)
             opens = compile_table(_openers(has_comma, named)).match(piece.text, 1) is not None
-            own = piece.has_predicate and (predicate or (has_comma and negated))
+            own = piece.has_predicate and (predicate or (has_comma and negated) or (piece.persists and negative_of))
             ends = opens or own or (has_comma and after_or)
         if ends:
             clauses.ends.append(piece.position)
-            predicate = negated = after_or = False
+            predicate = negated = negative_of = after_or = False
         if has_comma:
             clauses.commas.append(piece.position)
             if piece.separator == "comma" and not in_list[index]:
@@ -250,7 +258,7 @@ def _split_clauses(sentence: str, phrases: Sequence[int]) -> _Clauses:
         if is_joint or ends:
             clauses.joints.append(piece.position)
         predicate, negated = predicate or piece.has_predicate, negated or piece.is_negated
-        after_or = after_or or piece.separator == "or"
+        negative_of, after_or = negative_of or piece.is_negative_of, after_or or piece.separator == "or"
     return clauses
 
 
