@@ -16,13 +16,6 @@ def check_within(config: Any, interval: str, *fields: str) -> None:
             raise ConfigError(f"{name} must be within {interval}, got {value!r}", "out_of_range", field=name)
 
 
-def check_choice(config: Any, field: str, choices: tuple[str, ...]) -> None:
-    """Raise ConfigError unless a setting is one of the choices."""
-    value = getattr(config, field)
-    if value not in choices:
-        raise ConfigError(f"{field} must be one of {', '.join(choices)}, got {value!r}", "unknown_name", field=field)
-
-
 def check_weights(config: Any, *fields: str) -> None:
     """Raise ConfigError unless these weights of losses are 0 or above, and at least one of them is above 0."""
     check_within(config, "[0, inf)", *fields)

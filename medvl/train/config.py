@@ -9,6 +9,7 @@ import math
 from pathlib import Path
 from typing import Any, Literal
 
+from medvl.common.checks import check_choice
 from medvl.errors import ConfigError
 
 Interval = int | Literal["epoch"]
@@ -30,11 +31,6 @@ def _above(config: Any, low: float, *names: str, high: float = math.inf) -> None
         if value is not None and not (math.isfinite(value) and low < value <= high):
             limit = "" if high == math.inf else f" and at most {high}"
             raise ConfigError(f"{name} must be above {low}{limit}, got {value}", "out_of_range", field=name)
-
-
-def _one_of(name: str, value: str, known: tuple[str, ...]) -> None:
-    if value not in known:
-        raise ConfigError(f"{name} must be one of {', '.join(known)}, got {value!r}", "unknown_name", field=name)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -143,7 +139,7 @@ class OptimConfig:
     schedule: Schedule = Constant()
 
     def __post_init__(self) -> None:
-        _one_of("optimizer", self.optimizer, ("adam", "adamw", "lamb", "sgd"))
+        check_choice(self.optimizer, ("adam", "adamw", "lamb", "sgd"), "optimizer")
         _above(self, 0, "lr", "eps", "clip_norm", "clip_value")
         _above(self, 0, "layer_decay", high=1)
         _at_least(self, 0, "momentum", "weight_decay")
@@ -242,9 +238,9 @@ class TrainConfig:
         _at_least(self, 1, "early_stop_patience", "validate_every", "checkpoint_every", "keep_last", "log_every")
         _at_least(self, 0, "seed", "nonfinite_budget", "rollbacks")
         _above(self, 1, "spike_factor")
-        _one_of("precision", self.precision, ("fp32", "bf16", "fp16"))
-        _one_of("device", self.device, ("auto", "cpu", "cuda"))
-        _one_of("best_mode", self.best_mode, ("min", "max"))
+        check_choice(self.precision, ("fp32", "bf16", "fp16"), "precision")
+        check_choice(self.device, ("auto", "cpu", "cuda"), "device")
+        check_choice(self.best_mode, ("min", "max"), "best_mode")
         if self.global_batch % self.accumulate:
             message = f"global_batch {self.global_batch} is not divisible into {self.accumulate} micro-batches"
             raise ConfigError(message, "conflict", field="accumulate")

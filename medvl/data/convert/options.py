@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
+from medvl.common.checks import check_choice
 from medvl.data.storage.location import is_address, locate
 from medvl.errors import ConfigError
 
@@ -37,8 +38,7 @@ class ShardOptions:
 
     def __post_init__(self) -> None:
         _check_range("short_side", self.short_side, 16, 8192)
-        if self.image_format not in ("jpg", "png"):
-            raise ConfigError(f"expected jpg or png, got {self.image_format!r}", "unknown_name", field="image_format")
+        check_choice(self.image_format, ("jpg", "png"), "image_format")
         _check_range("quality", self.quality, 1, 100)
         _check_range("samples_per_shard", self.samples_per_shard, 1, 100_000)
         if self.frame is not None and self.frame < 0:
@@ -84,8 +84,7 @@ class ShardRun:
             )
         if self.workers is not None and self.workers < 1:
             raise ConfigError(f"expected workers of 1 or more, got {self.workers}", "out_of_range", field="workers")
-        if self.engine not in ("local", "ray"):
-            raise ConfigError(f"expected engine local or ray, got {self.engine!r}", "unknown_name", field="engine")
+        check_choice(self.engine, ("local", "ray"), "engine")
         if self.engine == "ray" and importlib.util.find_spec("ray") is None:
             raise ConfigError("engine ray needs Ray; install medvl[ray]", "missing", field="engine")
         if self.address is not None and self.engine != "ray":

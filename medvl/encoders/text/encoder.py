@@ -14,6 +14,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
+from medvl.common.checks import check_choice
 from medvl.encoders.base import Encoder
 from medvl.encoders.text.adapters import TextBackbone
 from medvl.encoders.text.packing import Packing
@@ -41,10 +42,8 @@ class TextOptions:
     def __post_init__(self) -> None:
         if not self.layers:
             raise ConfigError("layers is empty; use (-1,) for the last layer", "out_of_range", field="layers")
-        for field, value, choices in (("reduce", self.reduce, get_args(Reduce)), ("pool", self.pool, get_args(Pool))):
-            if value not in choices:
-                expected = ", ".join(map(repr, choices))
-                raise ConfigError(f"{field} must be one of {expected}; got {value!r}", "unknown_name", field=field)
+        check_choice(self.reduce, get_args(Reduce), "reduce")
+        check_choice(self.pool, get_args(Pool), "pool")
         if self.vocab_size is not None and self.vocab_size < 1:
             raise ConfigError(f"vocab_size must be positive, got {self.vocab_size}", "out_of_range", field="vocab_size")
 

@@ -10,9 +10,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from medvl import losses
+from medvl.common.checks import check_choice
 from medvl.models.base import mean_count, update_mean
 from medvl.models.bert_init import LAYER_NORM_EPS, init_weights
-from medvl.models.config_checks import check_choice, check_labels
+from medvl.models.config_checks import check_labels
 from medvl.models.downstream.classifier import LabelModel
 from medvl.models.downstream.fusion_task import FusionTask, FusionTaskConfig, described_fusion, open_fusion
 from medvl.models.fusion_encoders.bases.base import FusionModel
@@ -45,9 +46,9 @@ class FusedClassifierConfig(FusionTaskConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_labels(self.labels, "labels", fewest=2 if self.target == "single_label" else 1)
-        check_choice(self, "modalities", get_args(Modalities))
-        check_choice(self, "head", get_args(ClassifierHead))
-        check_choice(self, "target", get_args(Target))
+        check_choice(self.modalities, get_args(Modalities), "modalities")
+        check_choice(self.head, get_args(ClassifierHead), "head")
+        check_choice(self.target, get_args(Target), "target")
 
 
 @register_system("fused_classifier")

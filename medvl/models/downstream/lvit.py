@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from medvl import losses
+from medvl.common.checks import check_choice
 from medvl.data.loading.dense_targets import DenseBatch
 from medvl.data.tokenizer.tokenizer import Tokenizer
 from medvl.data.transforms.image import EvalTransform
@@ -14,7 +15,7 @@ from medvl.encoders import TextEncoder, create_text_encoder
 from medvl.errors import ConfigError
 from medvl.losses.gather import mean_over_ranks
 from medvl.models.base import EncoderArguments, SystemConfig
-from medvl.models.config_checks import check_choice, check_labels, check_within
+from medvl.models.config_checks import check_labels, check_within
 from medvl.models.downstream.lvit_network import PATCHES, LViTNetwork, UNet
 from medvl.models.downstream.lvit_unlabelled import PseudoLabels, References
 from medvl.models.downstream.mask_model import MaskModel
@@ -62,8 +63,8 @@ class LViTConfig(SystemConfig):
 
     def __post_init__(self) -> None:
         check_labels(self.labels, "labels")
-        check_choice(self, "network", get_args(Network))
-        check_choice(self, "text", get_args(Text))
+        check_choice(self.network, get_args(Network), "network")
+        check_choice(self.text, get_args(Text), "text")
         check_within(self, "[0, 1]", "beta")
         check_within(self, "[0, inf)", "unlabelled", "labelled_steps", "lv_weight")
         check_within(self, "[1, inf)", "words", "references", "width", "image_size", "vocab_size")

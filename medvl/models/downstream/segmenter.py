@@ -7,11 +7,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from medvl import losses
+from medvl.common.checks import check_choice
 from medvl.data.loading.dense_targets import DenseBatch
 from medvl.data.tokenizer.tokenizer import Tokenizer
 from medvl.data.transforms.image import EvalTransform
 from medvl.encoders import ImageEncoder
-from medvl.models.config_checks import check_choice
 from medvl.models.downstream.dense_base import DenseConfig, DenseModel, init_prior
 from medvl.models.downstream.mask_model import MaskModel
 from medvl.models.registry import register_system
@@ -30,7 +30,7 @@ class SegmenterConfig(DenseConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_choice(self, "decoder", get_args(Decoding))
+        check_choice(self.decoder, get_args(Decoding), "decoder")
 
 
 class PatchGrid(nn.Module):

@@ -8,9 +8,10 @@ import torch
 from torch import Tensor, nn
 
 from medvl import losses
+from medvl.common.checks import check_choice
 from medvl.encoders import ImageEncoder, TextEncoder
 from medvl.errors import ConfigError
-from medvl.models.config_checks import check_choice, check_within
+from medvl.models.config_checks import check_within
 from medvl.models.dual_encoders.bases.base import Positives
 from medvl.models.dual_encoders.bases.bert import BertDualConfig, BertDualEncoder
 from medvl.models.dual_encoders.bases.pairs import Pairs
@@ -38,8 +39,8 @@ class CXRCLIPConfig(BertDualConfig, ScaleConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_choice(self, "image_pool", ("encoder", "first"))
-        check_choice(self, "views", ("study", "augmented"))
+        check_choice(self.image_pool, ("encoder", "first"), "image_pool")
+        check_choice(self.views, ("study", "augmented"), "views")
         check_within(self, "[0, inf)", "image_weight", "text_weight")
 
 

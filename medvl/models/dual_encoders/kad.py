@@ -10,12 +10,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from medvl import losses
+from medvl.common.checks import check_choice
 from medvl.encoders import ImageEncoder, TextEncoder
 from medvl.encoders.text.projections import knowledge_head
 from medvl.losses.gather import gather
 from medvl.losses.pairs.positives import text_ids
 from medvl.models.base import complete_rows
-from medvl.models.config_checks import check_choice, check_within
+from medvl.models.config_checks import check_within
 from medvl.models.dual_encoders.bases.queries import QueryConfig, QueryEncoder
 from medvl.models.registry import register_system
 from medvl.schema import Batch, Embeddings
@@ -44,7 +45,7 @@ class KADConfig(QueryConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_choice(self, "unmentioned", ("absent", "ignored"))
+        check_choice(self.unmentioned, ("absent", "ignored"), "unmentioned")
         check_within(self, "(0, inf)", "temperature")
         check_within(self, "[0, inf)", "contrast_weight", "report_weight")
 

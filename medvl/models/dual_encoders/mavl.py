@@ -9,12 +9,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from medvl.common.checks import check_choice
 from medvl.data.reports.aspects import ASPECTS, describe_aspects
 from medvl.encoders import ImageEncoder, TextEncoder
 from medvl.errors import ConfigError
 from medvl.losses.gather import gather
 from medvl.losses.pairs.soft_targets import multi_positive
-from medvl.models.config_checks import check_choice, check_within
+from medvl.models.config_checks import check_within
 from medvl.models.dual_encoders.medklip import MedKLIP, MedKLIPConfig
 from medvl.models.dual_encoders.parts.attention import PositionedPool
 from medvl.models.registry import register_system
@@ -43,7 +44,7 @@ class MAVLConfig(MedKLIPConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_choice(self, "unmentioned", ("absent", "ignored"))
+        check_choice(self.unmentioned, ("absent", "ignored"), "unmentioned")
         check_within(self, "(0, inf)", "temperature")
         check_within(self, "[0, inf)", "contrast_weight")
         check_within(self, "[1, inf)", "pool_heads")

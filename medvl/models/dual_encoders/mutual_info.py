@@ -8,10 +8,11 @@ import torch
 from torch import Tensor, nn
 
 from medvl import encoders
+from medvl.common.checks import check_choice
 from medvl.encoders import ImageEncoder, TextEncoder
 from medvl.errors import ConfigError
 from medvl.losses import SeparableCritic, information_bound
-from medvl.models.config_checks import check_choice, check_weights, check_within
+from medvl.models.config_checks import check_weights, check_within
 from medvl.models.dual_encoders.bases.base import Positives
 from medvl.models.dual_encoders.bases.bert import BertDualConfig
 from medvl.models.dual_encoders.bases.local import local_features
@@ -50,8 +51,8 @@ class MutualInfoConfig(BertDualConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_choice(self, "bound", ("dv", "info_nce"))
-        check_choice(self, "text_pool", ("cls", "max"))
+        check_choice(self.bound, ("dv", "info_nce"), "bound")
+        check_choice(self.text_pool, ("cls", "max"), "text_pool")
         check_within(self, "(0, inf)", "text_lr_mult")
         check_weights(self, "global_weight", "local_weight")
 

@@ -7,13 +7,14 @@ from typing import Any, Literal
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from medvl.common.checks import check_choice
 from medvl.encoders import ImageEncoder, TextEncoder
 from medvl.losses import modality_confusion
 from medvl.losses.gather import mean_over_ranks
 from medvl.losses.pairs.positives import in_share
 from medvl.losses.precision import full_precision
 from medvl.models.base import EncoderArguments
-from medvl.models.config_checks import check_choice, check_weights, check_within
+from medvl.models.config_checks import check_weights, check_within
 from medvl.models.dual_encoders.bases.bert import BertDualConfig, BertDualEncoder
 from medvl.models.dual_encoders.bases.pairs import Pairs
 from medvl.models.dual_encoders.parts.heads import move_to_orthogonal
@@ -51,7 +52,7 @@ class UMRLConfig(BertDualConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_choice(self, "distance", ("cosine", "squared"))
+        check_choice(self.distance, ("cosine", "squared"), "distance")
         check_within(self, "[0, 1]", "paired_share", "orthogonality")
         check_within(self, "[1, inf)", "hidden_dim")
         check_weights(self, "adversarial_weight", "alignment_weight")

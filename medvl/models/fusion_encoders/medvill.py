@@ -6,13 +6,14 @@ from typing import Literal, Self, Unpack
 import torch
 from torch import Tensor
 
+from medvl.common.checks import check_choice
 from medvl.data.tokenizer.tokenizer import Tokenizer
 from medvl.data.transforms.image import EvalTransform
 from medvl.encoders import ImageEncoder, TextEncoder, freeze_layers
 from medvl.errors import ConfigError
 from medvl.losses.pairs.itm import MatchingPairs
 from medvl.models.base import Parts
-from medvl.models.config_checks import check_choice, check_within
+from medvl.models.config_checks import check_within
 from medvl.models.fusion_encoders.bases.config import FusionConfig, check_attention
 from medvl.models.fusion_encoders.bases.encoders import create_pixel_encoders
 from medvl.models.fusion_encoders.bases.joint_bert import IMAGE, JointBERT
@@ -52,7 +53,7 @@ class MedViLLConfig(FusionConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_choice(self, "objective", ("pretraining", "report"))
+        check_choice(self.objective, ("pretraining", "report"), "objective")
         check_attention(self, matches=self.objective == "pretraining")
         check_within(self, "(0, inf)", "image_tokens")
         check_within(self, "[0, inf)", "frozen_image_layers")

@@ -7,10 +7,11 @@ import torch
 from torch import Tensor, nn
 
 from medvl import losses
+from medvl.common.checks import check_choice
 from medvl.data.tokenizer.tokenizer import Tokenizer
 from medvl.data.transforms.image import EvalTransform
 from medvl.models.base import System, SystemConfig
-from medvl.models.config_checks import check_choice, check_weights
+from medvl.models.config_checks import check_weights
 from medvl.models.image_generation.parts import AutoencoderSizes, image_rows, no_loss, to_grey, to_signal
 from medvl.models.registry import register_system
 from medvl.schema import Batch, Losses
@@ -33,7 +34,7 @@ class AutoencoderConfig(SystemConfig):
     """Weight of the latents' KL divergence from a standard normal, in nats per pixel."""
 
     def __post_init__(self) -> None:
-        check_choice(self, "fit", ("crop", "pad", "squash"))
+        check_choice(self.fit, ("crop", "pad", "squash"), "fit")
         check_weights(self, "l1_weight", "l2_weight", "edge_weight", "kl_weight")
 
 

@@ -12,12 +12,13 @@ import torch
 from torch import Tensor, nn
 
 from medvl import losses
+from medvl.common.checks import check_choice
 from medvl.data.tokenizer.tokenizer import Tokenizer
 from medvl.data.transforms.image import EvalTransform
 from medvl.encoders import TextEncoder, create_text_encoder, parameter_groups
 from medvl.errors import ConfigError
 from medvl.models.base import EncoderArguments, Parts, System, SystemConfig, complete_rows
-from medvl.models.config_checks import check_choice, check_within
+from medvl.models.config_checks import check_within
 from medvl.models.image_generation.parts import (
     AutoencoderSizes,
     NoiseSchedule,
@@ -68,8 +69,8 @@ class LatentDiffusionConfig(SystemConfig):
     """Recompute the U-Net's blocks in the backward pass: less memory for a third more arithmetic."""
 
     def __post_init__(self) -> None:
-        check_choice(self, "fit", ("crop", "pad", "squash"))
-        check_choice(self, "target", ("epsilon", "v"))
+        check_choice(self.fit, ("crop", "pad", "squash"), "fit")
+        check_choice(self.target, ("epsilon", "v"), "target")
         check_within(self, "[0, 1)", "caption_dropout", "ema_decay")
         check_within(self, "(0, inf)", "latent_scale", "text_lr_mult", "min_snr")
         check_within(self, "[3, inf)", "max_tokens")

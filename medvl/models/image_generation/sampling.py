@@ -10,8 +10,9 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
+from medvl.common.checks import check_choice
 from medvl.errors import ConfigError
-from medvl.models.config_checks import check_choice, check_within
+from medvl.models.config_checks import check_within
 from medvl.models.image_generation.latent_diffusion import LatentDiffusion
 from medvl.models.image_generation.parts import NoiseSchedule, require_diffusers, to_grey
 
@@ -31,7 +32,7 @@ class Sampling:
     RoentGen took 4."""
 
     def __post_init__(self) -> None:
-        check_choice(self, "sampler", get_args(Sampler))
+        check_choice(self.sampler, get_args(Sampler), "sampler")
         check_within(self, "[1, 1000]", "steps")
         check_within(self, "[0, inf)", "guidance")
 

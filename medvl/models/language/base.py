@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from medvl import losses
+from medvl.common.checks import check_choice
 from medvl.data.tokenizer.tokenizer import Tokenizer
 from medvl.data.transforms.image import EvalTransform
 from medvl.data.transforms.mlm_masking import MaskedText, MaskingDraw, TextMasking
@@ -22,7 +23,7 @@ from medvl.losses.masked.mlm import IGNORED, masked_positions
 from medvl.losses.precision import mean_of
 from medvl.models.base import EncoderArguments, Parts, System, SystemConfig
 from medvl.models.bert_init import init_weights
-from medvl.models.config_checks import check_choice, check_within
+from medvl.models.config_checks import check_within
 from medvl.models.language.start import load_under_new_vocabulary
 from medvl.models.masked_words import WordHead, text_masking
 from medvl.schema import Batch, Losses
@@ -83,7 +84,7 @@ class LanguageConfig(TextModelConfig):
         check_within(self, "[0, inf)", "pair_weight", "adversarial_weight", "adversarial_std", "adversarial_step")
         check_within(self, "[0, 1)", "attention_dropout", "short_probability")
         check_within(self, "[1, inf)", "longest_span", "ramp_steps")
-        check_choice(self, "pairs", ("none", "next", "order"))
+        check_choice(self.pairs, ("none", "next", "order"), "pairs")
         if not all(0 < rate < 1 for rate in self.rate_ramp):
             raise ConfigError(f"rates must be within (0, 1), got {self.rate_ramp}", "out_of_range", field="rate_ramp")
         if bool(self.rate_ramp) != (self.ramp_steps is not None):

@@ -7,12 +7,13 @@ from typing import Any, Literal, Self, Unpack
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from medvl.common.checks import check_choice
 from medvl.data.tokenizer.tokenizer import Tokenizer
 from medvl.data.transforms.image import EvalTransform
 from medvl.encoders import ImageEncoder, create_image_encoder, parameter_groups
 from medvl.errors import ConfigError
 from medvl.models.base import EncoderArguments, ImageConfig, Parts
-from medvl.models.config_checks import check_choice, check_within
+from medvl.models.config_checks import check_within
 from medvl.models.fusion_encoders.parts.encoder import Tokens, join
 from medvl.models.fusion_encoders.parts.inputs import encode_present
 from medvl.models.fusion_encoders.parts.transformer import Sizes
@@ -52,7 +53,7 @@ class R2GenConfig(ImageConfig):
     """None takes that of the tokenizer."""
 
     def __post_init__(self) -> None:
-        check_choice(self, "fit", ("crop", "pad", "squash"))
+        check_choice(self.fit, ("crop", "pad", "squash"), "fit")
         check_within(self, "[1, 2]", "views")
         check_within(self, "[0, 1)", "dropout", "cell_dropout")
         check_within(self, "(0, inf)", "layers", "intermediate", "slots", "image_lr_mult", "max_tokens")

@@ -7,13 +7,13 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Literal, get_args
 
+from medvl.common.checks import check_choice
 from medvl.common.untrusted import InputFolders
 from medvl.data.annotations.boxes import Box, merge_readers, read_corners
 from medvl.data.corpora.common.record_file import Records
 from medvl.data.corpora.common.tables import (
     Plan,
     Record,
-    check_choice,
     find_suffix,
     malformed,
     read_table,

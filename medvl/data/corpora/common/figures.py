@@ -5,8 +5,9 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, get_args
 
+from medvl.common.checks import check_choice
 from medvl.data.corpora.common.record_file import Records
-from medvl.data.corpora.common.tables import Plan, Record, check_choice
+from medvl.data.corpora.common.tables import Plan, Record
 from medvl.data.splits import DEFAULT_FRACTIONS, hash_split
 from medvl.errors import CorpusError, SplitError
 

@@ -40,6 +40,11 @@ class Record:
     masks: Mapping[str, Path] = dataclasses.field(default_factory=dict)
     """Label -> file of its mask, an image of the size of the sample's; read into `Sample.extra` by the conversion."""
 
+    @property
+    def files(self) -> list[Path]:
+        """The files of its image, report and masks."""
+        return [path for path in (self.sample.image, self.report, *self.masks.values()) if path is not None]
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Plan:
@@ -62,8 +67,7 @@ class Plan:
         """Return the folders that images, masks and reports must be in."""
         if self.folders is not None:
             return self.folders
-        files = (path for each in self.records for path in (each.sample.image, each.report, *each.masks.values()))
-        return InputFolders.holding(files)
+        return InputFolders.holding(path for each in self.records for path in each.files)
 
     def iter_samples(self) -> Iterator[Sample]:
         """Yield the samples one by one, with their reports read. Raises ReportError when a report cannot be read."""
@@ -244,12 +248,6 @@ def find_suffix(image: Path, suffixes: Sequence[str]) -> str | None:
 def malformed(where: object, message: str, field: str | None = None) -> CorpusError:
     """Return an error about a file (or a line of it) that does not match the data card."""
     return CorpusError(f"{where}: {message}", "malformed", field=field)
-
-
-def check_choice(value: str, choices: Sequence[str], field: str) -> None:
-    """Raise ConfigError unless an option is one of its choices."""
-    if value not in choices:
-        raise ConfigError(f"{field} must be one of {', '.join(choices)}, got {value!r}", "unknown_name", field=field)
 
 
 def split_training(validate_share: float) -> dict[str, float]:

@@ -5,9 +5,10 @@ from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 
+from medvl.common.checks import check_choice
 from medvl.common.untrusted import InputFolders
 from medvl.data.corpora.common.record_file import Records
-from medvl.data.corpora.common.tables import Plan, Record, check_choice, parse_findings, read_table
+from medvl.data.corpora.common.tables import Plan, Record, parse_findings, read_table
 from medvl.data.privacy.deidentify import Deidentifier, cap_age
 from medvl.errors import CorpusError
 from medvl.schema import FINDINGS, Sample

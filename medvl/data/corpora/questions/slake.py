@@ -4,10 +4,11 @@ from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 
+from medvl.common.checks import check_choice
 from medvl.common.untrusted import InputFolders
 from medvl.data.annotations.questions import Question
 from medvl.data.corpora.common import questions as vqa
-from medvl.data.corpora.common.tables import Plan, check_choice, find_file
+from medvl.data.corpora.common.tables import Plan, find_file
 from medvl.data.privacy.deidentify import Deidentifier
 
 NAME = "slake"

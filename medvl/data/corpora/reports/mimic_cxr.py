@@ -5,6 +5,7 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping
 from pathlib import Path
 
+from medvl.common.checks import check_choice
 from medvl.common.untrusted import InputFolders
 from medvl.data.corpora.common import tables
 from medvl.data.corpora.common.record_file import Records
@@ -53,7 +54,7 @@ def plan(
     allowed = InputFolders.of(root, reports, follow_links=follow_links)
     _check_folders(root, reports)
     if split is not None:
-        tables.check_choice(split, SPLITS, "split")
+        check_choice(split, SPLITS, "split")
     labels, splits = _read_labels(root, labeler, allowed), _read_splits(root, allowed)
     table, excluded, records = _table(root, "metadata"), Counter[str](), Records()
     orders = _read_orders(table, allowed)
@@ -130,7 +131,7 @@ def _read_orders(table: Path, allowed: InputFolders) -> dict[str, int]:
 
 
 def _read_labels(root: Path, labeler: str, allowed: InputFolders) -> dict[str, Mapping[str, int]]:
-    tables.check_choice(labeler, ("chexpert", "negbio"), "labeler")
+    check_choice(labeler, ("chexpert", "negbio"), "labeler")
     path = _table(root, labeler)
     labels: dict[str, Mapping[str, int]] = {}
     for row in tables.read_table(path, ("study_id", *FINDINGS), allowed):

@@ -5,9 +5,10 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
+from medvl.common.checks import check_choice
 from medvl.common.untrusted import InputFolders
 from medvl.data.corpora.common.record_file import Records
-from medvl.data.corpora.common.tables import Plan, Record, check_choice, malformed, read_table
+from medvl.data.corpora.common.tables import Plan, Record, malformed, read_table
 from medvl.data.privacy.deidentify import Deidentifier
 from medvl.data.reports.openi_xml import iter_openi_reports
 from medvl.data.splits import DEFAULT_FRACTIONS, check_fractions, hash_split

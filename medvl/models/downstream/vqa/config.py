@@ -3,7 +3,8 @@
 import dataclasses
 from typing import Literal
 
-from medvl.models.config_checks import check_choice, check_labels, check_within
+from medvl.common.checks import check_choice
+from medvl.models.config_checks import check_labels, check_within
 from medvl.models.downstream.fusion_task import FusionTaskConfig
 
 Head = Literal["classifier", "product", "ranking", "generation"]
@@ -41,7 +42,7 @@ class DecoderConfig:
         check_within(self, "(0, inf)", "layers", "heads", "intermediate", "shortlist", "beams")
         check_within(self, "[0, 1)", "dropout")
         check_within(self, "[3, inf)", "max_tokens")  # a word between two special tokens
-        check_choice(self, "first_word", FIRST_WORD)
+        check_choice(self.first_word, FIRST_WORD, "first_word")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -62,7 +63,7 @@ class VQAConfig(FusionTaskConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_labels(self.answers, "answers", fewest=2)
-        check_choice(self, "head", HEADS)
+        check_choice(self.head, HEADS, "head")
 
     @property
     def effective_head_lr_mult(self) -> float:

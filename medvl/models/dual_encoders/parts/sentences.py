@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from medvl.errors import ConfigError
+from medvl.common.checks import check_choice
 from medvl.models.dual_encoders.parts.words import most_slots, sum_by_slot
 
 SentencePool = Literal["max", "mean"]
@@ -32,9 +32,7 @@ def pool_sentences(
     A sentence without tokens, also between others, has zeros and is False in the mask. Raises ConfigError on an unknown
     pool.
     """
-    if pool not in get_args(SentencePool):
-        message = f"expected one of {', '.join(get_args(SentencePool))}, got {pool!r}"
-        raise ConfigError(message, "unknown_name", field="pool")
+    check_choice(pool, get_args(SentencePool), "pool")
     width = most_slots(sentence_BT) if width is None else width
     outside_BT = sentence_BT < 0
     place_BT = sentence_BT.masked_fill(outside_BT, width)

@@ -3,9 +3,10 @@
 import dataclasses
 from typing import Any, Literal
 
+from medvl.common.checks import check_choice
 from medvl.errors import ConfigError
 from medvl.models.base import TowersConfig
-from medvl.models.config_checks import check_choice, check_within
+from medvl.models.config_checks import check_within
 from medvl.models.fusion_encoders.parts.attention_masks import ATTENTIONS
 
 
@@ -71,7 +72,7 @@ def check_attention(config: Any, *, matches: bool) -> None:
 
     With `matches`, the model is trained by ITM, which is impossible under "seq2seq": its pooled token reads no text.
     """
-    check_choice(config, "attention", ATTENTIONS)
+    check_choice(config.attention, ATTENTIONS, "attention")
     if matches and config.attention == "seq2seq":
         message = (
             "attention 'seq2seq' hides the text from the pooled token, so that ITM cannot learn; use 'bar', 'mixed' or "

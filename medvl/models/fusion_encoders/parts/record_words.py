@@ -7,11 +7,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from medvl.common.checks import check_choice
 from medvl.data.knowledge.finder import EntityFinder
 from medvl.data.knowledge.linker import EntityLinker
 from medvl.losses.masked.mlm import IGNORED, masked_positions
 from medvl.models.base import System, complete_rows
-from medvl.models.config_checks import check_choice, check_within
+from medvl.models.config_checks import check_within
 from medvl.models.masked_words import text_masking
 from medvl.schema import Batch
 
@@ -46,7 +47,7 @@ class RecordWordsConfig:
         """Raise ConfigError for a value out of range."""
         check_within(self, "(0, 1)", "mlm_probability")
         check_within(self, "[0, inf)", "mlm_weight", "negation_weight")
-        check_choice(self, "text_fusion", ("add", "attention"))
+        check_choice(self.text_fusion, ("add", "attention"), "text_fusion")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
