@@ -27,7 +27,7 @@ def write_manifests(manifests: Mapping[str, Manifest], out: Path) -> None:
 
 
 def _manifest(conversion: Conversion, split: str, notes: Sequence[ShardNote], planned: int) -> Manifest:
-    skipped = sorted((key, reason) for note in notes for key, reason, _ in note.skipped)
+    skipped = sorted((image.key, image.reason) for note in notes for image in note.skipped)
     return Manifest(
         corpus=conversion.corpus,
         split=split,

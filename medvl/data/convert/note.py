@@ -3,9 +3,20 @@
 import dataclasses
 import json
 from collections import Counter
+from typing import NamedTuple
 
 from medvl.common.untrusted import parse_json
 from medvl.data.shards.format import Shard
+
+
+class SkippedImage(NamedTuple):
+    """An image that could not be converted."""
+
+    key: str
+    reason: str
+    message: str
+    files: tuple[str, ...]
+    """Files of its record."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -20,8 +31,7 @@ class ShardNote:
     sha256: str = ""
     index_sha256: str = ""
     patients: list[str] = dataclasses.field(default_factory=list)
-    skipped: list[tuple[str, str, str]] = dataclasses.field(default_factory=list)
-    """(key, reason, message)."""
+    skipped: list[SkippedImage] = dataclasses.field(default_factory=list)
     excluded: Counter[str] = dataclasses.field(default_factory=Counter)
     warnings: Counter[str] = dataclasses.field(default_factory=Counter)
 
@@ -35,7 +45,7 @@ class ShardNote:
         """Parse a note's file. Raises ValueError or TypeError when it is truncated or not a note."""
         note = cls(**parse_json(data))
         note.excluded, note.warnings = Counter(note.excluded), Counter(note.warnings)
-        note.skipped = [(key, reason, message) for key, reason, message in note.skipped]
+        note.skipped = [SkippedImage(key, why, text, tuple(files)) for key, why, text, files in note.skipped]
         return note
 
     def complete(self, shard: Shard) -> "ShardNote":

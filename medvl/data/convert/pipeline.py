@@ -162,7 +162,7 @@ def _check_budget(notes: Collection[ShardNote], budget: int, private: PrivateFol
     if sum(len(note.skipped) for note in notes) <= budget:
         return
     private.write_skipped(notes)
-    reasons = Counter(reason for note in notes for _, reason, _ in note.skipped)
+    reasons = Counter(image.reason for note in notes for image in note.skipped)
     detail = ", ".join(f"{count} {reason}" for reason, count in reasons.most_common())
     state = f"{reasons.total()} images are unreadable ({detail}), over the budget of {budget}"
     advice = "correct their paths, repair them, or raise --max-skipped, and run again: finished shards are kept"

@@ -41,9 +41,9 @@ class PrivateFolder:
     def write_skipped(self, notes: Iterable[ShardNote]) -> None:
         """List the skipped images with reason and message; the messages name files."""
         rows = [
-            json.dumps({"key": key, "split": note.split, "reason": reason, "message": message})
+            json.dumps({"key": image.key, "split": note.split, "reason": image.reason, "message": image.message})
             for note in notes
-            for key, reason, message in note.skipped
+            for image in note.skipped
         ]
         write_atomic(self.skipped, "".join(row + "\n" for row in rows))
 

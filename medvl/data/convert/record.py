@@ -10,7 +10,7 @@ import numpy as np
 from medvl.common.untrusted import InputFolders
 from medvl.data.annotations.boxes import add_size, region_fields
 from medvl.data.annotations.mask_rle import encode_runs
-from medvl.data.convert.note import ShardNote
+from medvl.data.convert.note import ShardNote, SkippedImage
 from medvl.data.convert.options import ShardOptions
 from medvl.data.corpora.common.tables import Record, read_record
 from medvl.data.dicom.reader import DicomHeader
@@ -69,19 +69,20 @@ def _convert(record: Record, options: ShardOptions, folders: InputFolders, note:
         sample = _with_masks(_with_size(sample, pixels), pixels, record.masks, folders)
         image = encode_stored(pixels, options.short_side, options.image_format, options.quality)
     except (DicomError, ImageError) as error:
-        note.skipped.append((key, error.code, str(error)))
+        skipped = error.code, str(error)
     except MemoryError:
-        note.skipped.append((key, "too_large", f"{record.sample.image}: decoding exceeds a worker's memory limit"))
+        skipped = "too_large", f"{record.sample.image}: decoding exceeds a worker's memory limit"
     except FileNotFoundError as error:
         reason = "report_missing" if record.report and str(record.report) == error.filename else "image_missing"
-        note.skipped.append((key, reason, str(error)))
+        skipped = reason, str(error)
     except ReportError as error:
-        note.skipped.append((key, "report_unreadable", str(error)))
+        skipped = "report_unreadable", str(error)
     except OSError as error:  # a failing disk or network file system; writing is outside of this block
-        note.skipped.append((key, "unreadable", str(error)))
+        skipped = "unreadable", str(error)
     else:
         note.patients.append(sample.patient)
         return EncodedSample(key, options.image_format, image, sample_to_json(sample))
+    note.skipped.append(SkippedImage(key, *skipped, tuple(map(str, record.files))))
     return None
 
 

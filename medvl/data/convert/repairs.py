@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from pathlib import Path
 
-from medvl.data.convert.note import ShardNote
+from medvl.data.convert.note import ShardNote, SkippedImage
 from medvl.data.corpora.common.tables import Record
 
 
@@ -15,19 +15,18 @@ def has_repairs(note: ShardNote, records: Iterable[Record], since: float) -> boo
         records: records of the shard.
         since: time at which the note was written, in seconds since the epoch.
     """
-    skipped = {key: (reason, message) for key, reason, message in note.skipped}
+    skipped = {image.key: image for image in note.skipped}
     return any(
-        _is_repaired(record, *skipped[record.sample.key], since) for record in records if record.sample.key in skipped
+        _is_repaired(record, skipped[record.sample.key], since) for record in records if record.sample.key in skipped
     )
 
 
-def _is_repaired(record: Record, reason: str, message: str, since: float) -> bool:
-    files = [path for path in (record.sample.image, record.report, *record.masks.values()) if path is not None]
-    if not any(str(path) in message for path in files):
-        return True  # the message names the file that was read then, so the path is another one now
-    if reason.endswith("_missing"):
-        return all(path.exists() for path in files)
-    return any(_change_time(path) > since for path in files)
+def _is_repaired(record: Record, skipped: SkippedImage, since: float) -> bool:
+    if tuple(map(str, record.files)) != skipped.files:
+        return True
+    if skipped.reason.endswith("_missing"):
+        return all(path.exists() for path in record.files)
+    return any(_change_time(path) > since for path in record.files)
 
 
 def _change_time(path: Path) -> float:

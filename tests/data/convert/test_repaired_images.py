@@ -37,3 +37,16 @@ def test_conversion_over_budget_resumes_with_repaired_images(tmp_path: Path, dei
     assert (tmp_path / "out/train/lab-train-000000.tar").stat().st_mtime_ns == kept.st_mtime_ns
     write_shards(make_plan(tmp_path / "images2"), deid, ShardRun(out=tmp_path / "whole", workers=1), OPTIONS)
     assert contents(tmp_path / "out/train") == contents(tmp_path / "whole/train")
+
+
+def test_a_path_that_messages_quote_does_not_count_as_moved(tmp_path: Path, deid: Deidentifier) -> None:
+    plan = make_plan(tmp_path / "back\\slash")
+    (tmp_path / "back\\slash/8.png").unlink()
+    run = ShardRun(out=tmp_path / "out", workers=1, max_skipped=0)
+    with raises(BudgetError, "budget", "max_skipped"):
+        write_shards(plan, deid, run, OPTIONS)
+    notes = {path: path.stat().st_mtime_ns for path in (tmp_path / "out-private").rglob("lab-*.json")}
+    assert notes
+    with raises(BudgetError, "budget", "max_skipped"):
+        write_shards(plan, deid, run, OPTIONS)
+    assert {path: path.stat().st_mtime_ns for path in notes} == notes
