@@ -13,7 +13,7 @@ from typing import Any
 from medvl.data.storage.location import is_address
 from medvl.data.storage.webdataset_tars import is_tar_pattern
 from medvl.errors import TrainingError
-from medvl.train.recipe_cli import choose
+from medvl.train.recipe_cli import choose, shown_as
 from medvl.train.recipe_files import find_recipe, load_recipe_module
 
 
@@ -28,7 +28,8 @@ def doctor(arguments: Sequence[str]) -> str:
     if arguments[:1] == ["shards"]:
         return _shards(arguments[1:])
     options, recipe_arguments = _parser(add_help=arguments[:1] in (["-h"], ["--help"])).parse_known_args(arguments)
-    recipe, settings = load_recipe(find_recipe(options.recipe), recipe_arguments)
+    with shown_as(f"medvl doctor {options.recipe}"):
+        recipe, settings = load_recipe(find_recipe(options.recipe), recipe_arguments)
     run = recipe.prepare(settings)
     from medvl.train.doctor.diagnosis import advice, describe, limit
     from medvl.train.doctor.examine import examine

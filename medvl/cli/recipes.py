@@ -14,6 +14,7 @@ import tyro
 
 from medvl.common.config_io import nearest
 from medvl.errors import ConfigError
+from medvl.train.recipe_cli import shown_as
 from medvl.train.recipe_files import find_recipe, outline, packaged_files
 
 
@@ -33,7 +34,8 @@ def train(arguments: Sequence[str]) -> None:
         sys.stdout.flush()
         os.execv(sys.executable, [sys.executable, *launcher, str(path), *settings])
     sys.argv = [str(path), *settings]
-    runpy.run_path(str(path), run_name="__main__")
+    with shown_as(f"medvl train {options.recipe}"):
+        runpy.run_path(str(path), run_name="__main__")
 
 
 def _train_parser(add_help: bool) -> argparse.ArgumentParser:

@@ -1,7 +1,9 @@
 """Command line of a recipe: presets by name, every field of the config as a flag."""
 
+import contextlib
+import contextvars
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, NoReturn, TypeVar
 
 from medvl.common.config_io import nearest
@@ -13,6 +15,17 @@ if TYPE_CHECKING:
 Recipe = TypeVar("Recipe")
 
 DEFAULT_PRESET = "paper"
+_command: contextvars.ContextVar[str | None] = contextvars.ContextVar("command", default=None)
+
+
+@contextlib.contextmanager
+def shown_as(command: str) -> Iterator[None]:
+    """Show this command in the help and the errors of `choose`, in place of the name of the program."""
+    token = _command.set(command)
+    try:
+        yield
+    finally:
+        _command.reset(token)
 
 
 def launch(prepare: "Callable[[Recipe], Run]", presets: Mapping[str, Recipe], description: str) -> None:
@@ -47,13 +60,16 @@ def choose(presets: Mapping[str, Recipe], argv: Sequence[str] | None = None, des
     import tyro
 
     arguments = list(sys.argv[1:] if argv is None else argv)
-    name = arguments.pop(0) if arguments and not arguments[0].startswith("-") else DEFAULT_PRESET
+    given = [arguments.pop(0)] if arguments and not arguments[0].startswith("-") else []
+    name = given[0] if given else DEFAULT_PRESET
+    command = _command.get()
     if name not in presets:
         _exit(f"no preset {name!r}: {nearest(name, presets)}")
     usage = f"Presets: {', '.join(presets)}. This is {name}; give another name first to select it."
     try:
         return tyro.cli(
             type(presets[name]),
+            prog=command and " ".join([command, *given]),
             args=arguments,
             default=presets[name],
             description=f"{description}\n\n{usage}" if description else usage,

@@ -56,6 +56,19 @@ def test_recipes_are_listed_with_their_presets(capsys: pytest.CaptureFixture[str
     assert capsys.readouterr().out.startswith("gloria_chexpert ")
 
 
+@pytest.mark.parametrize(
+    ("command", "preset"), [("train", []), ("train", ["tiny"]), ("doctor", ["tiny"]), ("doctor", [])]
+)
+def test_help_of_a_recipe_names_the_command(
+    command: str, preset: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["medvl"])  # `train` replaces it
+    with pytest.raises(SystemExit):
+        cli.main([command, "convirt", *preset, "--help"])
+    typed = " ".join(["medvl", command, "convirt", *preset])
+    assert capsys.readouterr().out.split(" [")[0] == f"usage: {typed}"
+
+
 def test_a_copy_of_a_recipe_is_not_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     cli.main(["recipes", "copy", "convirt", str(tmp_path / "new")])
     copied = tmp_path / "new" / "convirt_mimic.py"
