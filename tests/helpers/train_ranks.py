@@ -315,6 +315,28 @@ def check_signal(folder: Path) -> Any:
     raise AssertionError("train returned after SIGTERM")
 
 
+def check_error(folder: Path) -> Any:
+    """Raise an error within DDP on both ranks; return how many modules its traceback keeps, and that have a reducer."""
+    kept: list[int] = []
+
+    class Failing(fakes.TwoTowers):
+        def forward(self, batch: Batch) -> Losses:
+            raise ValueError("no losses")
+
+    def leave() -> None:
+        wrapped = [each for each in gc.get_objects() if isinstance(each, DistributedDataParallel)]
+        kept.extend([len(wrapped), sum(hasattr(each, "reducer") for each in wrapped)])
+        destroy()
+
+    destroy = dist.destroy_process_group
+    with mock.patch.object(dist, "destroy_process_group", leave):
+        try:
+            training(folder / "error", model=Failing())
+        except ValueError:
+            return kept
+    raise AssertionError("train returned in spite of an error")
+
+
 CHECKS: dict[str, Callable[[Path], Any]] = {
     name.removeprefix("check_"): function for name, function in globals().items() if name.startswith("check_")
 }
@@ -322,7 +344,7 @@ CHECKS: dict[str, Callable[[Path], Any]] = {
 if __name__ == "__main__":
     torch.set_num_threads(1)
     target, names = Path(sys.argv[1]), sys.argv[2:]
-    if names != ["signal"]:  # there train itself joins the ranks
+    if names not in (["signal"], ["error"]):  # there train itself joins the ranks
         dist.init_process_group("gloo")
     with fakes.fake_files():
         for check in names:

@@ -152,6 +152,11 @@ def test_signal_to_one_rank_stops_both_and_resume_is_exact(folder: Path, tmp_pat
     assert fakes.records(tmp_path / "resume") == fakes.records(folder / "whole")
 
 
+def test_an_error_releases_the_process_group(tmp_path: Path) -> None:
+    run_two_ranks(SCRIPT, tmp_path, "error")
+    assert found(tmp_path, "error") == [[1, 0], [1, 0]]  # the traceback keeps DDP, which holds no group any more
+
+
 def test_validation_loss_is_exact_on_any_number_of_ranks(folder: Path) -> None:
     with join("cpu") as world:
         alone = ranks.validate(world)

@@ -35,9 +35,13 @@ class ParallelModel(abc.ABC):
     def leave_group(self) -> None:
         """Release DDP before the process group is destroyed; the model can still be used, but not trained.
 
-        A DDP module that is freed after its group can wait forever for a thread of gloo, because it holds the GIL.
+        DDP's reducer holds the group. If it is freed after the group was destroyed, it can wait forever for a thread of
+        gloo, because it holds the GIL. The traceback of an error may keep the DDP module, so the reducer is released
+        for itself.
         """
-        self.ddp = None
+        if self.ddp is not None:
+            del self.ddp.reducer, self.ddp.logger
+            self.ddp = None
 
     @abc.abstractmethod
     def forward(self, batch: Batch) -> Losses:
