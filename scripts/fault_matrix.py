@@ -34,7 +34,10 @@ ITEMS = {
         "newest checkpoint truncated, corrupted, emptied or incomplete",
         "the previous one is loaded and logged; the damaged one is moved aside",
     ),
-    "F4": ("SIGTERM or Ctrl-C on one rank or on all", "the step is finished and saved; exit status 0"),
+    "F4": (
+        "SIGTERM or Ctrl-C on one rank or on all",
+        "the step is finished and saved; exit status 0, of Ctrl-C on a single rank 130",
+    ),
     "F5": (
         "rank killed under torchrun",
         "all ranks restart from the last checkpoint; the curve is bitwise equal",

@@ -16,7 +16,7 @@ from medvl.benchmark.plan import Plan
 from medvl.benchmark.run import Run
 from medvl.benchmark.store import COST, FAILURE, Store
 from medvl.common.files import write_atomic
-from medvl.common.interrupts import sigterm_interrupts
+from medvl.common.interrupts import interrupts_blocked, sigterm_interrupts
 from medvl.errors import ConfigError
 
 Report = Callable[[str], Any]
@@ -114,7 +114,8 @@ def _start(run: Run, store: Store, gpu: str, threads: int | None) -> "subprocess
         environment["CUDA_VISIBLE_DEVICES"] = gpu
     if threads is not None:
         environment[THREADS] = environment["OMP_NUM_THREADS"] = str(threads)  # the latter for commands
-    with (store.folder(run) / "log.txt").open("ab") as log:
+    # Ctrl-C in a terminal reaches this process alone, which stops the others: a second signal would end them at once.
+    with interrupts_blocked(), (store.folder(run) / "log.txt").open("ab") as log:
         return subprocess.Popen(
             run_command_line(store.folder(run)), stdout=log, stderr=subprocess.STDOUT, env=environment
         )

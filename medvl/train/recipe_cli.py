@@ -31,12 +31,15 @@ def shown_as(command: str) -> Iterator[None]:
 def launch(prepare: "Callable[[Recipe], Run]", presets: Mapping[str, Recipe], description: str) -> None:
     """Run a recipe as a program: read the settings from the command line, train, and print the result.
 
-    `prepare` creates the run. A MedvlError ends the process with status 1 and `error: ...`, without a traceback.
+    `prepare` creates the run. A MedvlError ends the process with status 1 and `error: ...`, Ctrl-C with status 130 and
+    one line, both without a traceback.
     """
     try:
         result = prepare(choose(presets, description=description)).train()
     except MedvlError as error:
         sys.exit(f"error: {error}")
+    except KeyboardInterrupt:
+        _exit("interrupted; run the same command again to resume", status=130)
     sys.stdout.write(f"{result}\n")
 
 
@@ -79,6 +82,6 @@ def choose(presets: Mapping[str, Recipe], argv: Sequence[str] | None = None, des
         _exit(str(error))
 
 
-def _exit(reason: str) -> NoReturn:
+def _exit(reason: str, status: int = 2) -> NoReturn:
     sys.stderr.write(f"error: {reason}\n")
-    raise SystemExit(2)
+    raise SystemExit(status) from None

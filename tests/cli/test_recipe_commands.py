@@ -10,6 +10,9 @@ from helpers.errors import raises
 from medvl.cli import main as cli
 from medvl.cli.recipes import copy_recipe, find_recipe, show_card, train
 from medvl.errors import ConfigError
+from medvl.train import OptimConfig
+from medvl.train.recipe_cli import launch
+from medvl.train.run import Run
 
 ROOT = Path(__file__).parents[2]
 RECIPE = '''"""A recipe of one's own."""
@@ -114,3 +117,16 @@ def test_train_starts_ranks_with_torchrun(order: list[str], tmp_path: Path, monk
     monkeypatch.setenv("RANK", "0")  # a rank of torchrun trains itself
     train([str(path), "--ranks", "2"])
     assert len(started) == 1
+
+
+def test_ctrl_c_in_a_recipe_ends_with_one_line(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def prepare(settings: object) -> Run:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(sys, "argv", ["recipe.py"])
+    with pytest.raises(SystemExit) as ended:
+        launch(prepare, {"paper": OptimConfig()}, "A recipe.")
+    assert ended.value.code == 130
+    assert capsys.readouterr().err == "error: interrupted; run the same command again to resume\n"

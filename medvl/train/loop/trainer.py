@@ -3,7 +3,7 @@
     step:     micro-batches -> losses -> gradients -> finite? -> clip -> update      (step.py)
     record:   every `log_every` steps                                                (logger.py, meters.py)
     validate: loss and evaluators -> best? plateau? early stop?                      (validate.py)
-    save:     atomically; after SIGTERM too, then the process exits with status 0    (fault_tolerance/checkpoint.py)
+    save:     atomically; after SIGTERM and Ctrl-C too, then the process exits        (fault_tolerance/checkpoint.py)
 
 A resumed run ends with the same bits as an uninterrupted one under these conditions: the same code, settings, data and
 number of ranks, on the same kind of CPU. (Checkpoints hold the number of threads. On three ranks and more, DDP sums the
@@ -103,7 +103,8 @@ def train(
         CheckpointError: the checkpoint to resume is damaged or of another run, or the last one cannot be saved.
         TrainingError: `run_dir` is in use, `nonfinite_budget` is exceeded, or a batch does not fit into memory.
         LoaderError: a worker process of a loader died or hangs.
-        SystemExit: with status 0, after SIGTERM or the first SIGINT, once a checkpoint is saved.
+        SystemExit: with status 0, after SIGTERM, or SIGINT on several ranks, once a checkpoint is saved.
+        KeyboardInterrupt: after the first SIGINT (Ctrl-C) on a single rank, once a checkpoint is saved.
     """
     config = dataclasses.replace(config, run_dir=Path(config.run_dir))  # programs often give a string
     _check(train_loader, optim, config, validates=valid_loader is not None or bool(evals))
@@ -120,7 +121,7 @@ def train(
         with with_advice(ranks, config):
             stopped = training.run(signals)
         if stopped == "signal":
-            raise SystemExit(0)
+            raise KeyboardInterrupt if signals.requested == "SIGINT" and ranks.size == 1 else SystemExit(0)
         return training.result(stopped)
 
 
