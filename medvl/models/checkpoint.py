@@ -32,7 +32,7 @@ from medvl.models.locate import (
     find_checkpoint,
     nearby_checkpoints,
 )
-from medvl.models.registry import system
+from medvl.models.registry import list_models, system
 from medvl.models.weights import limited_allocation, read_weights
 
 _log = logging.getLogger(__name__)
@@ -330,6 +330,8 @@ def _check_folder(folder: Path) -> Path:
         raise CheckpointError(message, "unsupported")
     if not folder.is_dir():
         advice = nearby_checkpoints(folder.parent) or _GIVE_RUN
+        if str(folder) in list_models():
+            advice = f"it is the name of a system, and create_model({str(folder)!r}) makes a new model; {advice}"
         raise CheckpointError(f"{folder} does not exist; {advice}", "not_found")
     return folder
 

@@ -63,3 +63,9 @@ def test_a_folder_of_runs_names_them(run: Path) -> None:
         medvl.load(run.parent / "rnu")
     with raises(CheckpointError, "not_found", names=str(run / "checkpoints" / "step-1")):
         medvl.load(run / "checkpoints")
+
+
+def test_the_name_of_a_system_is_no_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with raises(CheckpointError, "not_found", names="create_model('convirt') makes a new model; give a run"):
+        medvl.load("convirt")

@@ -10,7 +10,7 @@ from helpers.errors import raises
 
 import medvl
 from medvl.encoders import create_text_encoder
-from medvl.errors import ConfigError
+from medvl.errors import ConfigError, WeightsError
 from medvl.models import save
 
 SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64, "vocab_size": 50}
@@ -52,3 +52,11 @@ def test_messages_about_names(name: str, code: str, part: str) -> None:
     with raises(ConfigError, code, names=part) as caught:
         create_text_encoder(name)
     assert len(str(caught.value)) < 300
+
+
+def test_a_folder_of_other_sizes_than_the_preset_is_advised_as_the_encoder(tmp_path: Path) -> None:
+    transformers.BertModel(transformers.BertConfig(**SIZES)).save_pretrained(tmp_path / "bert")
+    folder = str(tmp_path / "bert")
+    settings = {"image_encoder": "resnet_tiny", "text_encoder": "tiny_bert", "frozen_text_layers": 0, "vocab_size": 50}
+    with raises(WeightsError, "mismatch", "text_weights", names=f"text_encoder {folder!r} takes its sizes from"):
+        medvl.create_model("convirt", text_weights=folder, **settings)

@@ -32,7 +32,7 @@ from medvl.encoders.text.builders import build_hugging_face, build_open_clip, bu
 from medvl.encoders.text.encoder import Pool, Reduce, TextEncoder, TextOptions
 from medvl.encoders.text.projections import MatrixHead, text_projection
 from medvl.encoders.text.word_vectors import fill_word_vectors, read_dimension
-from medvl.errors import ConfigError
+from medvl.errors import ConfigError, WeightsError
 
 _LOG = logging.getLogger(__name__)
 _FAMILIES = ("hf", "open_clip", "static")
@@ -212,7 +212,13 @@ def _load(encoder: TextEncoder, language: TextBackbone, preset: TextPreset | Non
         ignored_keys=[*_HEADS, *_IMAGE_KEYS, *(() if language.projection is not None else _PROJECTIONS)],
         ignored_names=[*_NOT_BUILT, *(f"backbone.{block}" for block in upper)],
     )
-    load_strictly(encoder, read_tensors(path), keys, str(path))
+    try:
+        load_strictly(encoder, read_tensors(path), keys, str(path))
+    except WeightsError as error:
+        if preset is None or not (Path(str(pretrained)) / "config.json").is_file():
+            raise
+        advice = f"text_encoder {str(pretrained)!r} takes its sizes from the folder of these weights"
+        raise WeightsError(f"{error}; {advice}", error.code) from error
 
 
 def _bert_layouts(language: TextBackbone) -> list[Sequence[tuple[str, str]]]:
