@@ -14,7 +14,7 @@ from typing import Any
 from medvl.benchmark.resamples import write_resamples
 from medvl.benchmark.run import Run
 from medvl.benchmark.settings import RUN, with_settings
-from medvl.benchmark.store import COST, FAILURE, REFUSAL, Store, Weights, is_evaluated, read_run
+from medvl.benchmark.store import COST, FAILURE, REFUSAL, SECONDS, Store, Weights, is_evaluated, read_run
 from medvl.benchmark.systems import Entry, recipe_module
 from medvl.benchmark.tasks import TASKS, Trained, run_command
 from medvl.common.files import write_atomic
@@ -152,14 +152,14 @@ def _evaluate(run: Run, store: Store, weights: Weights, task: str, folder: Path)
             write_results(result.results, folder, result.predictions())
         else:
             run_command(trained, task, folder)
+        write_resamples(folder, run.evaluation.resamples)
     except MedvlError as error:
         _write(folder / REFUSAL, {"reason": _reason(error), "failed": error.code != "unsupported"})
     except Exception as error:  # evaluations of a system of another package may raise anything
         traceback.print_exc()
         _write(folder / REFUSAL, {"reason": _reason(error), "failed": True})
     else:
-        write_resamples(folder, run.evaluation.resamples)
-        _write(folder / "seconds.json", time.monotonic() - started)
+        _write(folder / SECONDS, time.monotonic() - started)
     finally:
         shutil.rmtree(folder / "run" / "checkpoints", ignore_errors=True)
 

@@ -26,7 +26,7 @@ from medvl.eval import Results, read_results
 
 Weights = Literal["trained", "start"]
 State = Literal["finished", "failed", "to do"]
-COST, FAILURE, RUN, REFUSAL = "cost.json", "failure.json", "run.json", "refusal.json"
+COST, FAILURE, RUN, REFUSAL, SECONDS = "cost.json", "failure.json", "run.json", "refusal.json", "seconds.json"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,16 +118,14 @@ def read_run(folder: Path) -> Run:
 
 def is_evaluated(folder: Path) -> bool:
     """Return whether an evaluation is done, has failed or does not apply."""
-    return (folder / "results.json").is_file() or (folder / REFUSAL).is_file()
+    return (folder / SECONDS).is_file() or (folder / REFUSAL).is_file()  # written last
 
 
 def read_evaluation(folder: Path) -> Results | Refusal | None:
     """Return the results of an evaluation, or why there are none; None where it was not made."""
-    if (folder / "results.json").is_file():
-        return read_results(folder)
     if (folder / REFUSAL).is_file():
         return Refusal(**json.loads((folder / REFUSAL).read_text(encoding="utf-8")))
-    return None
+    return read_results(folder) if (folder / "results.json").is_file() else None
 
 
 def _evaluation_hash(run: Run, task: str) -> str:

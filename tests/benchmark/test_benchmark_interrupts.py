@@ -1,11 +1,16 @@
-"""Ctrl-C in a benchmark: a terminal sends it to all processes, the first of which stops the others."""
+"""Interruptions of a benchmark: Ctrl-C in a terminal, and between the files of an evaluation."""
 
+import dataclasses
+import errno
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from medvl.benchmark import Store, execute_locally, plan_runs, queue, read_benchmark
+from medvl.benchmark import Plan, Store, execute, execute_locally, plan_runs, queue, read_benchmark, tasks
+from medvl.benchmark.store import COST, Refusal, read_evaluation
+from medvl.eval import Results
 
 FILE = """
 name = "one"
@@ -18,11 +23,51 @@ root = "data"
 PRINT_BLOCKED = "import signal; print(signal.SIGINT in signal.pthread_sigmask(signal.SIG_BLOCK, []))"
 
 
-def test_processes_of_runs_do_not_receive_ctrl_c_themselves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The SIGTERM that follows would be their second signal, which ends a training without a checkpoint."""
+@pytest.fixture
+def planned(tmp_path: Path) -> tuple[Plan, Store]:
     (tmp_path / "one.toml").write_text(FILE)
     plan, store = plan_runs(read_benchmark(tmp_path / "one.toml"), tmp_path), Store(tmp_path)
     store.write_runs(plan)
+    return plan, store
+
+
+def test_processes_of_runs_do_not_receive_ctrl_c_themselves(
+    planned: tuple[Plan, Store], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The SIGTERM that follows would be their second signal, which ends a training without a checkpoint."""
+    plan, store = planned
     monkeypatch.setattr(queue, "run_command_line", lambda folder: [sys.executable, "-c", PRINT_BLOCKED])
     execute_locally(plan, store, report=lambda line: None)
     assert (store.folder(plan.runs[0]) / "log.txt").read_text() == "True\n"
+
+
+def test_an_evaluation_is_done_when_its_last_file_is_written(
+    planned: tuple[Plan, Store], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan, store = planned
+    run = plan.runs[0]
+    folder = store.evaluation(run, "trained", "zero-shot")
+    (store.folder(run) / COST).write_text("{}")
+    results = Results(protocol="zero-shot", protocol_version=1, rows=(), config={}, inputs={})
+    evaluated = SimpleNamespace(results=results, predictions=lambda: None)
+    task = dataclasses.replace(tasks.TASKS["zero-shot"], evaluate=lambda trained: evaluated)
+    monkeypatch.setattr(execute, "TASKS", {"zero-shot": task})
+    endings: list[BaseException] = [KeyboardInterrupt(), OSError(errno.ENOSPC, "No space left on device")]
+
+    def write(folder: Path, resamples: int) -> None:
+        if endings:
+            raise endings.pop(0)
+
+    monkeypatch.setattr(execute, "write_resamples", write)
+    with pytest.raises(KeyboardInterrupt):
+        execute.execute_run(store.folder(run))
+    assert store.state(run) == "to do"
+    execute.execute_run(store.folder(run))
+    failed = read_evaluation(folder)
+    assert isinstance(failed, Refusal)
+    assert failed.failed
+    store.clear_failures(run)
+    assert store.state(run) == "to do"
+    execute.execute_run(store.folder(run))
+    assert isinstance(read_evaluation(folder), Results)
+    assert store.state(run) == "finished"

@@ -11,7 +11,7 @@ from medvl.benchmark.plan import Plan
 from medvl.benchmark.ranks import Measured
 from medvl.benchmark.resamples import read_resamples
 from medvl.benchmark.run import Run
-from medvl.benchmark.store import Refusal, Store, Weights, read_evaluation
+from medvl.benchmark.store import SECONDS, Refusal, Store, Weights, read_evaluation
 from medvl.benchmark.tasks import columns_of
 from medvl.eval import MetricRow, Results
 
@@ -186,5 +186,5 @@ def _failures(plan: Plan, store: Store) -> list[Failure]:
 
 
 def _seconds(folder: Path) -> float:
-    path = folder / "seconds.json"
+    path = folder / SECONDS
     return float(path.read_text(encoding="utf-8")) if path.is_file() else 0.0
