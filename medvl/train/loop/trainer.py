@@ -346,8 +346,10 @@ class Training:
         state.metrics = self._validation_metrics()
         metric = self.config.best_metric
         if metric not in state.metrics:
+            self.save(must=False)
             message = f"no validation returns the metric {metric!r}: {nearest(metric, state.metrics)}"
-            raise ConfigError(message, "unknown_name", field="best_metric")
+            advice = f"with another best_metric the same command continues after step {state.step}"
+            raise ConfigError(f"{message}; {advice}", "unknown_name", field="best_metric")
         better = state.tracker.observe(state.step, state.metrics[metric])
         lowered = state.rate.observe(state.metrics[metric])
         self.logger.record("valid", state.step, state.metrics)

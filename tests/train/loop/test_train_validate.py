@@ -1,5 +1,6 @@
 """Validation, best checkpoint, early stopping, and records."""
 
+import itertools
 import json
 import logging
 import math
@@ -130,6 +131,9 @@ def test_early_stopping_ends_the_run_saves_it_and_stays_ended(tmp_path: Path) ->
 def test_unknown_best_metric_is_refused(tmp_path: Path) -> None:
     with raises(ConfigError, "unknown_name", "best_metric"):
         run(tmp_path, iter([0.5]), best_metric="aurok")
+    stopped = (tmp_path / "last").readlink().name
+    assert stopped != "step-00000000"
+    assert run(tmp_path, itertools.repeat(0.5)).step > int(stopped.removeprefix("step-"))
 
 
 def test_two_evaluators_with_one_name_are_refused(tmp_path: Path) -> None:
