@@ -4,6 +4,7 @@ import datetime
 from pathlib import Path
 
 from medvl.cli.eval.options import print_results
+from medvl.errors import ConfigError
 
 
 def compare(
@@ -23,6 +24,8 @@ def compare(
         resamples: resamples of the paired bootstrap.
         all: print all rows; by default, those that fit on one screen.
     """
+    if not runs:
+        raise ConfigError("expected runs or evaluations: medvl compare RUN RUN ...", "missing", field="runs")
     from medvl.eval.compare import compare as library
     from medvl.eval.compare.page import format_comparison, write_comparison
 

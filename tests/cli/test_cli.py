@@ -245,3 +245,14 @@ def test_full_disk_and_invalid_folder_are_reported_in_one_line(
     below_file = tmp_path / "file" / "below"
     message = line(["vocab", str(shards / "train"), str(below_file), "--min-frequency", "1"], capsys)
     assert message == f"{below_file}: Not a directory"
+
+
+def test_a_comparison_of_nothing_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["compare"])
+    assert ended.value.code == 1
+    assert capsys.readouterr().err == "medvl: expected runs or evaluations: medvl compare RUN RUN ...\n"
+    assert not list(tmp_path.iterdir())
