@@ -6,11 +6,12 @@
     torchrun recipes/mrm_mimic.py tiny            # data of `medvl phantom quickstart`, two CPU cores
     torchrun recipes/carzero_mimic.py --init-from runs/mrm/best ...       # a system on its encoders
 
-Preset `paper`: MAE's ViT-B/16, images of 448 pixels of which 224 are read, three quarters of the patches removed, half
-of the words masked, 200 epochs of 256. Vocabulary: `medvl vocab shards/mimic-cxr/train vocab/mimic --size 30000
+Preset `paper`: MAE's ViT-B/16, images of all views, of whose 448 pixels 224 are read, three quarters of the patches
+removed, half of the words masked, 200 epochs in batches of 256. Preset `ecamp`: 0.7 of the words masked, 120 epochs in
+batches of 8,192. Both warm up for 40 epochs. Vocabulary: `medvl vocab shards/mimic-cxr/train vocab/mimic --size 30000
 --max-tokens 256`. Differences: padding and visible words have no loss; mirrored images have mirrored texts, where the
-authors' keep their sides. `ecamp` has no summaries by a language model and no super-resolution head; `maco` reads whole
-reports and not their first sentences in random order.
+authors' keep their sides. `ecamp` has no summaries by a language model, and reconstructs the large image itself in
+place of a super-resolution head; `maco` reads whole reports and not their first sentences in random order.
 
 Goals on MIMIC-CXR, fine-tuned on 1, 10 and 100 % (`medvl train classify_openi` on your shards), the published figures:
 AUROC of ChestX-ray14 0.79, 0.84 and 0.86, of CheXpert 0.89 at each. About 5 EFLOP: five hours of an H200.
@@ -25,6 +26,8 @@ from medvl.data import ConVIRTAugmentation, WholeText
 from medvl.models import MRMConfig
 from medvl.train import Cosine, DataConfig, OptimConfig, Recipe, TrainConfig, launch, pretraining_run, quickstart
 
+EPOCH = 368_960
+"""Images of the training split, of which the epochs of warm-up below are steps."""
 MODEL = MRMConfig()
 paper = Recipe(
     model=MODEL,
@@ -37,7 +40,11 @@ paper = Recipe(
         image=ConVIRTAugmentation.crop(448, area=(0.2, 1.0)),
     ),
     optim=OptimConfig(
-        optimizer="adamw", lr=1.5e-4, betas=(0.9, 0.95), weight_decay=0.05, schedule=Cosine(warmup_steps=58_000)
+        optimizer="adamw",
+        lr=1.5e-4,
+        betas=(0.9, 0.95),
+        weight_decay=0.05,
+        schedule=Cosine(warmup_steps=40 * EPOCH // 256),
     ),
     train=TrainConfig(run_dir=Path("runs/mrm"), epochs=200, global_batch=256, accumulate=2, precision="bf16"),
 )
@@ -45,6 +52,11 @@ _ECAMP = dataclasses.replace(
     MODEL,
     text_arguments={"num_hidden_layers": 6},
     max_tokens=256,
+    pixel_mean=0.4721,
+    pixel_std=0.3037,
+    decoder_width=512,
+    decoder_heads=16,
+    mlm_probability=0.7,
     entities_first=True,
     negation_weight=0.05,
     text_fusion="attention",
@@ -53,12 +65,13 @@ _MACO = dataclasses.replace(MODEL, mask_ratio=0.5, mlm_weight=0.0, contrast_weig
 ecamp = dataclasses.replace(
     paper,
     model=_ECAMP,
-    train=dataclasses.replace(paper.train, run_dir=Path("runs/ecamp"), epochs=120, global_batch=1_024, accumulate=8),
+    optim=dataclasses.replace(paper.optim, schedule=Cosine(warmup_steps=40 * EPOCH // 8_192)),
+    train=dataclasses.replace(paper.train, run_dir=Path("runs/ecamp"), epochs=120, global_batch=8_192, accumulate=8),
 )
 maco = dataclasses.replace(
     paper,
     model=_MACO,
-    optim=dataclasses.replace(paper.optim, lr=2.5e-4, schedule=Cosine(warmup_steps=370)),
+    optim=dataclasses.replace(paper.optim, lr=2.5e-4, schedule=Cosine(warmup_steps=2 * EPOCH // 2_048)),
     train=dataclasses.replace(paper.train, run_dir=Path("runs/maco"), epochs=51, global_batch=2_048, accumulate=1),
 )
 tiny = Recipe(
@@ -84,7 +97,7 @@ tiny = Recipe(
 )
 
 PRESETS = {"paper": paper, "ecamp": ecamp, "maco": maco, "tiny": tiny}
-MAKE_DATA = "medvl shards mimic-cxr --root MIMIC-CXR --views PA AP --out shards/mimic-cxr"
+MAKE_DATA = "medvl shards mimic-cxr --root MIMIC-CXR --out shards/mimic-cxr"
 prepare = pretraining_run("mrm_mimic", MAKE_DATA)
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """MRM with its options: pixels, words and contrast against the formulas, masks, incomplete samples, its encoders."""
 
 import dataclasses
+import runpy
 from pathlib import Path
 from typing import Any
 
@@ -217,3 +218,15 @@ def test_other_systems_start_from_its_encoders(tmp_path: Path) -> None:
     for part in ("image_encoder", "text_encoder"):
         for key, tensor in model.get_submodule(part).state_dict().items():
             torch.testing.assert_close(other.get_submodule(part).state_dict()[key], tensor)
+
+
+def test_presets_have_the_published_batches_and_warm_up() -> None:
+    """32 x 4 x 2 images of 200 epochs, ECAMP 256 x 4 x 8 of 120 and MaCo 512 x 4 of 51; 40, 40 and 2 of them warm up."""
+    images = 368_960  # of the training split, all views
+    found = runpy.run_path(str(Path(__file__).parents[3] / "recipes" / "mrm_mimic.py"))
+    batches = {}
+    for name in ("paper", "ecamp", "maco"):
+        train, schedule = found["PRESETS"][name].train, found["PRESETS"][name].optim.schedule
+        batches[name] = train.global_batch, train.epochs, round(schedule.warmup_steps * train.global_batch / images)
+    assert batches == {"paper": (256, 200, 40), "ecamp": (8_192, 120, 40), "maco": (2_048, 51, 2)}
+    assert "--views" not in found["MAKE_DATA"]
