@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from medvl.losses.gather import gather
+from medvl.losses.precision import full_precision
 
 
 class PseudoLabels(nn.Module):
@@ -89,7 +90,8 @@ class References(nn.Module):
     @torch.no_grad()
     def nearest(self, text_BD: Tensor) -> Tensor:
         """Return (B, L, H, W): the mask of the reference with the most similar text; zeros while there is none."""
-        cosine_BR = F.normalize(text_BD.float(), dim=1) @ F.normalize(self.text_RD, dim=1).T
+        with full_precision(text_BD):  # in 16 bits, most cosines of similar texts are equal
+            cosine_BR = F.normalize(text_BD.float(), dim=1) @ F.normalize(self.text_RD, dim=1).T
         best_B = cosine_BR.masked_fill(~self.filled_R, -2.0).argmax(dim=1)
         return self.mask_RLHW[best_B].float()
 
@@ -97,5 +99,6 @@ class References(nn.Module):
 def turned(map_BLHW: Tensor, turn_B22: Tensor) -> Tensor:
     """Return square maps turned about their centres as `medvl.data.transforms.turning.turn` turns images."""
     theta_B23 = F.pad(turn_B22.to(map_BLHW.dtype), (0, 1))
-    grid_BHW2 = F.affine_grid(theta_B23, list(map_BLHW.shape), align_corners=False)
-    return F.grid_sample(map_BLHW, grid_BHW2, align_corners=False)
+    with full_precision(map_BLHW):  # in 16 bits, places are wrong by a part of a pixel
+        grid_BHW2 = F.affine_grid(theta_B23, list(map_BLHW.shape), align_corners=False)
+        return F.grid_sample(map_BLHW, grid_BHW2, align_corners=False)

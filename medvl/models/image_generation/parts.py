@@ -128,8 +128,8 @@ def to_signal(image_BCHW: Tensor, channels: int) -> Tensor:
     if signal_BCHW.shape[1] == channels:
         return signal_BCHW
     if channels == 1:  # BT.601 luma, as in decoding
-        luma_C = signal_BCHW.new_tensor((0.299, 0.587, 0.114))
-        return torch.einsum("bchw,c->bhw", signal_BCHW, luma_C)[:, None]
+        luma_C11 = signal_BCHW.new_tensor((0.299, 0.587, 0.114))[:, None, None]
+        return (signal_BCHW * luma_C11).sum(dim=1, keepdim=True)
     return signal_BCHW.expand(-1, channels, -1, -1)
 
 

@@ -268,6 +268,20 @@ def test_references_hold_the_newest_labelled_images_and_the_nearest_text_is_take
     torch.testing.assert_close(references.text_RD, torch.stack([torch.eye(3)[2], torch.eye(3)[0]]))
 
 
+def test_pseudo_labels_and_references_are_exact_under_autocast() -> None:
+    """In 16 bits, a map that is not turned changed by 0.3, and of 14 similar texts, not the most similar was taken."""
+    torch.manual_seed(0)
+    labels, references, map_BLHW = PseudoLabels(1, 1, 56, beta=0.5), References(14, 96, 1, 2), torch.rand(1, 1, 56, 56)
+    text_RD = 1 + 0.15 * torch.randn(14, 96)
+    references.enter(text_RD, torch.arange(14.0)[:, None, None, None].expand(-1, 1, 2, 2), torch.ones(14) > 0)
+    query_BD = 1 + 0.15 * torch.randn(14, 96)
+    expected = references.nearest(query_BD)
+    with torch.autocast("cpu", torch.bfloat16):
+        updated_BLHW = labels.update(map_BLHW, torch.tensor([0]), None)
+        assert torch.equal(references.nearest(query_BD), expected)
+    torch.testing.assert_close(updated_BLHW, map_BLHW, atol=1e-3, rtol=0)
+
+
 def test_unlabelled_images_learn_from_pseudo_labels_and_references() -> None:
     model = make(unlabelled=2, labelled_steps=1, words=12).train()
     unlabelled = torch.tensor([-1, 0, -1, 1])

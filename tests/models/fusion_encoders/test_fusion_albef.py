@@ -169,6 +169,18 @@ def test_hard_negatives_are_similar_and_share_no_study_or_text(tokenizer: Tokeni
         assert rows[10] == (0, 5)
 
 
+def test_hard_negatives_are_those_of_full_precision_under_autocast(tokenizer: Tokenizer) -> None:
+    model, batch = tiny_model("albef", tokenizer, temperature=0.01), make_batch(tokenizer, 4)
+    image_KE, text_KE = F.normalize(torch.ones(2, 4, 16) + 0.1 * torch.rand(2, 4, 16), dim=2)
+    picked = []
+    for enabled in (False, True):
+        torch.manual_seed(0)
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            rounds = [model.sample_hard_pairs(batch, image_KE, text_KE, torch.arange(4)) for _ in range(50)]
+        picked.append(torch.cat([torch.stack([pairs.image_N, pairs.text_N]) for pairs in rounds], dim=1))
+    assert torch.equal(*picked)
+
+
 def test_albef_has_the_dual_encoder_interface(tokenizer: Tokenizer) -> None:
     model = make(tokenizer).eval()
     batch = make_batch(tokenizer, 4)

@@ -174,6 +174,19 @@ def test_contrast_is_the_mean_of_four_weighted_cross_entropies() -> None:
     torch.testing.assert_close(actual, expected, rtol=1e-3, atol=1e-5)
 
 
+def test_products_of_the_contrast_have_full_precision() -> None:
+    with seeded(0):
+        contrast = WeightedContrast(8, 8, 4, mrm(contrast_weight=1.0).config)
+        image_BKD, text_BD = torch.randn(2, 64, 1, 8).bfloat16().float()
+    for head in (contrast.image_head, contrast.text_head):  # exact in 16 bits
+        torch.nn.init.eye_(head.weight)
+        torch.nn.init.zeros_(head.bias)
+    arguments = image_BKD, text_BD[:, 0], torch.ones(64, 4) > 0, torch.arange(64)
+    expected = contrast(*arguments)
+    with torch.autocast("cpu", torch.bfloat16):
+        torch.testing.assert_close(contrast(*arguments), expected, rtol=5e-5, atol=0)
+
+
 def test_the_weight_of_the_contrast_is_used() -> None:
     """MaCo's released code reads `--lam`, the balance of pixels and contrast, and uses it nowhere."""
     batch, totals = make_batch(), {}

@@ -20,6 +20,7 @@ from medvl.losses.masked.mim import mask_patches
 from medvl.losses.pairs.itc import Keys, MomentumQueue, clamp_temperature_, ramped_alpha
 from medvl.losses.pairs.itm import MatchingPairs, hard_pairs
 from medvl.losses.pairs.positives import name_ids
+from medvl.losses.precision import full_precision
 from medvl.models.base import Parts, complete_rows
 from medvl.models.bert_init import init_weights
 from medvl.models.config_checks import check_within
@@ -334,7 +335,8 @@ class AlignedFusionModel(FusionModel, DualEncoder):
             image_KE, text_KE: embeddings of the rows.
             row_K: complete rows of the batch.
         """
-        similarity_KK = (image_KE @ text_KE.T).detach() / self.itc_head.temperature.detach()
+        with full_precision(image_KE), torch.no_grad():
+            similarity_KK = image_KE @ text_KE.T / self.itc_head.temperature
         same_KK = same_rows(batch)[row_K][:, row_K]
         pairs = hard_pairs(similarity_KK, same_KK, torch.default_generator, self.config.negative_floor)
         return pairs_of_rows(pairs, row_K)

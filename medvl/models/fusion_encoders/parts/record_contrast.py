@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from medvl.losses.gather import gather
+from medvl.losses.precision import full_precision
 from medvl.models.config_checks import check_within
 
 
@@ -53,7 +54,8 @@ class WeightedContrast(nn.Module):
         unused = (image_BE.sum() + text_BE.sum() + weight_B.sum() + self.log_scale) * 0
         if not len(image_NE):
             return unused
-        logits_NN = self.log_scale.exp() * image_NE @ text_NE.T
+        with full_precision(image_NE):
+            logits_NN = self.log_scale.exp() * image_NE @ text_NE.T
         target_N = torch.arange(len(logits_NN), device=logits_NN.device)
         terms = []
         for each_NN in (logits_NN, logits_NN.T):
