@@ -112,6 +112,16 @@ def test_faster_rcnn_describes_its_proposals(faster_rcnn: FasterRCNNRegions) -> 
     np.testing.assert_allclose(regions.classes_PK, classes.numpy(), rtol=1e-3, atol=1e-5)
 
 
+def test_images_of_other_sizes_do_not_change_regions(faster_rcnn: FasterRCNNRegions) -> None:
+    random = np.random.default_rng(0)
+    shapes = [(48, 64, 3), (80, 40, 3), (48, 64, 3)]
+    images = [faster_rcnn.prepare(random.integers(0, 256, shape, dtype=np.uint8)) for shape in shapes]
+    for image, together in zip(images, faster_rcnn(images), strict=True):
+        (alone,) = faster_rcnn([image])
+        np.testing.assert_allclose(together.boxes_P4, alone.boxes_P4, atol=1e-5)
+        np.testing.assert_allclose(together.features_PD, alone.features_PD, rtol=1e-3, atol=1e-4)
+
+
 def test_proposals_are_torchvisions(faster_rcnn: FasterRCNNRegions, monkeypatch: pytest.MonkeyPatch) -> None:
     from torchvision.models.detection import rpn
 

@@ -64,9 +64,18 @@ class FasterRCNNRegions:
         """See `RegionDetector`."""
         return torch.from_numpy(np.ascontiguousarray(pixels.transpose(2, 0, 1)))
 
-    @torch.no_grad()
     def __call__(self, images: Sequence[Tensor]) -> list[Regions]:
-        """See `RegionDetector`."""
+        """See `RegionDetector`. Images of one size are read together: others would pad them, and change proposals."""
+        sizes = [image.shape for image in images]
+        found: dict[int, Regions] = {}
+        for size in dict.fromkeys(sizes):
+            numbers = [number for number, other in enumerate(sizes) if other == size]
+            found |= zip(numbers, self._read([images[number] for number in numbers]), strict=True)
+        return [found[number] for number in range(len(images))]
+
+    @torch.no_grad()
+    def _read(self, images: Sequence[Tensor]) -> list[Regions]:
+        """Return the regions of images of one size."""
         resized, _ = self.net.transform([image.to(self._device).float() / 255 for image in images])
         maps = self.net.backbone(resized.tensors)
         proposals, _ = self.net.rpn(resized, maps)
