@@ -68,6 +68,8 @@ class RetrievalModel(FusionTask):
         """Return the loss over the samples with an image and a text; 0 where there are fewer than two texts."""
         model = self.fusion_model
         row_N = complete_rows(batch)
+        weight = 1 / len(row_N) if len(row_N) else 0.0
+        row_N = row_N if len(row_N) else row_N.new_zeros(1)  # a BERT reads no empty batch
         text_NK, allowed_NK = sample_texts(batch.ids_BT[row_N], self.config.negatives)
         image = model.images_of_rows(batch).rows(row_N)
         text = model.text_tokens(batch.ids_BT, batch.mask_BT, batch.has_text_B).rows(row_N)
@@ -75,7 +77,7 @@ class RetrievalModel(FusionTask):
         fused = model.fuse(text.rows(text_NK.flatten()), image.rows(image_M))
         score_NK = self.rank_head(fused.pooled_BD).view(text_NK.shape).float().masked_fill(~allowed_NK, -torch.inf)
         target_N = torch.zeros_like(row_N)
-        loss = F.cross_entropy(score_NK, target_N, reduction="sum") / max(len(row_N), 1)
+        loss = F.cross_entropy(score_NK, target_N, reduction="sum") * weight
         return Losses.sum(retrieval=loss)
 
     def as_matcher(self) -> FusionModel:
