@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any, Unpack
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -15,7 +16,7 @@ from medvl.models.fusion_encoders.objectives.base import Corruption, Encoded, Ob
 from medvl.models.fusion_encoders.objectives.regions import MaskedObjectLabels, MaskedRegionFeatures
 from medvl.models.fusion_encoders.parts.attention_masks import padding_mask
 from medvl.models.fusion_encoders.parts.encoder import AttentionMaps, Fused, Pooler, Tokens
-from medvl.models.fusion_encoders.parts.inputs import encode_present
+from medvl.models.fusion_encoders.parts.inputs import keep_first
 from medvl.models.fusion_encoders.parts.regions import RegionInput, RegionMask
 from medvl.models.fusion_encoders.parts.transformer import Attention, FeedForward, SelfAttentionLayer, Sizes
 from medvl.models.registry import register_system
@@ -104,14 +105,14 @@ class LXMERT(RegionModel):
         states_BPD = F.dropout(states_BPD, self.config.dropout, self.training)
         for layer in self.image_layers:
             states_BPD = layer(states_BPD, padding_mask(regions.mask_BN))
+        if regions.mask_BN is not None:  # the text reads what stands for a missing image, whose norms are of zeros
+            has_image_B11 = regions.mask_BN.any(dim=1)[:, None, None]
+            states_BPD = torch.where(has_image_B11, states_BPD, states_BPD.detach())
         return Tokens(states_BPD, regions.mask_BN)
 
     def text_tokens(self, ids_BT: Tensor, mask_BT: Tensor, has_text_B: Tensor | None = None) -> Tokens:
-        """See the base class."""
-        return encode_present(has_text_B, self.fused_dim, self._encode_texts, ids_BT, mask_BT)
-
-    def _encode_texts(self, ids_BT: Tensor, mask_BT: Tensor) -> Tokens:
-        features = self.text_encoder(ids_BT, mask_BT)
+        """See the base class; of a sample without a text, CLS remains."""
+        features = self.text_encoder(ids_BT, keep_first(mask_BT, has_text_B))
         return Tokens(features.tokens_BTD, features.mask_BT)
 
     def fuse(self, text: Tokens, image: Tokens) -> Fused:

@@ -76,6 +76,20 @@ def test_absent_modalities_cannot_reach_the_logits(name: str) -> None:
     assert model.reads == "image and text"
 
 
+@pytest.mark.parametrize("name", ["albef", "dual_stream", "lxmert", "visualbert"])
+@pytest.mark.parametrize("modalities", ["image", "text", "image_text"])
+def test_what_stands_for_a_missing_modality_has_a_moderate_gradient(name: str, modalities: Any) -> None:
+    """Layer norms of zeros made gradients of 1e7 to 1e16, or NaN."""
+    torch.manual_seed(0)
+    model = classifier(name, modalities=modalities)
+    missing: dict[str, Any] = {"has_image_B": flags(1, 0, 1, 1, 0, 1), "has_text_B": flags(1, 1, 0, 1, 1, 0)}
+    for batch in (labelled(), labelled(**missing)):
+        model.zero_grad()
+        model(batch).total.backward()
+        gradients = [p.grad.flatten() for p in model.parameters() if p.grad is not None]
+        assert torch.cat(gradients).norm() < 200
+
+
 def test_multi_label_loss_is_bce_over_known_labels_times_their_number() -> None:
     model, batch = classifier().eval(), labelled()
     nn.init.normal_(model.label_head[-1].weight)

@@ -33,7 +33,7 @@ from medvl.models.fusion_encoders.objectives.matching import HardNegativeMatchin
 from medvl.models.fusion_encoders.objectives.words import DistilledLanguageModeling
 from medvl.models.fusion_encoders.parts.corruption import pairs_of_rows, same_rows
 from medvl.models.fusion_encoders.parts.encoder import AttentionMaps, Fused, Tokens
-from medvl.models.fusion_encoders.parts.inputs import encode_present, encode_visible
+from medvl.models.fusion_encoders.parts.inputs import encode_present, encode_visible, keep_first
 from medvl.models.fusion_encoders.parts.transformer import CoAttentionLayer, Sizes
 from medvl.models.masked_words import MaskedWords, WordHead
 from medvl.schema import Batch, Embeddings
@@ -115,11 +115,8 @@ class Towers(nn.Module):
         return Tokens(torch.cat([pooled_B1D, features.patches_BPD], dim=1), None)
 
     def text_tokens(self, ids_BT: Tensor, mask_BT: Tensor, has_text_B: Tensor | None) -> Tokens:
-        """Return the class token, then the others."""
-        return encode_present(has_text_B, self.text_encoder.token_dim, self._encode_texts, ids_BT, mask_BT)
-
-    def _encode_texts(self, ids_BT: Tensor, mask_BT: Tensor) -> Tokens:
-        features = self.text_encoder(ids_BT, mask_BT)
+        """Return the class token, then the others; of a sample without a text, the class token remains."""
+        features = self.text_encoder(ids_BT, keep_first(mask_BT, has_text_B))
         return Tokens(features.tokens_BTD, features.mask_BT)
 
     def fuse(self, text: Tokens, image: Tokens) -> Fused:

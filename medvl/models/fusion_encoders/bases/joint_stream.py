@@ -6,12 +6,12 @@ T text tokens, P image tokens, S all tokens, Q queries (1: all alike); the other
 import abc
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
 from medvl.models.bert_init import init_weights
 from medvl.models.fusion_encoders.bases.masked_matching import MaskedMatchingModel
 from medvl.models.fusion_encoders.parts.encoder import AttentionMaps, Fused, Pooler, Tokens, join
+from medvl.models.fusion_encoders.parts.inputs import keep_first
 
 
 class JointStream(MaskedMatchingModel):
@@ -40,9 +40,7 @@ class JointStream(MaskedMatchingModel):
     def text_tokens(self, ids_BT: Tensor, mask_BT: Tensor, has_text_B: Tensor | None = None) -> Tokens:
         """See the base class; of a sample without a text, CLS remains."""
         states_BTD = self.text_encoder.embed(ids_BT, mask_BT)
-        real_BT = mask_BT if has_text_B is None else mask_BT & has_text_B[:, None]
-        is_cls_T = torch.arange(real_BT.shape[1], device=real_BT.device) == 0
-        return Tokens(states_BTD, real_BT | is_cls_T)
+        return Tokens(states_BTD, keep_first(mask_BT, has_text_B))
 
     def fuse(self, text: Tokens, image: Tokens) -> Fused:
         """See the base class."""
