@@ -43,6 +43,7 @@ def import_published(
     file: tyro.conf.Positional[Path | None] = None,
     *,
     text_file: Path | None = None,
+    entities: Path | None = None,
     out: Path | None = None,
     tokenizer: Path | None = None,
     list_all: Annotated[bool, tyro.conf.arg(name="list")] = False,
@@ -52,7 +53,8 @@ def import_published(
     Args:
         system: name of the system (`medvl import --list`), or open_clip:NAME.
         file: published file, or a folder of stable_diffusion; no code in it is executed.
-        text_file: the text model's file, of a system published in two (biovil, biovil_t).
+        text_file: the text model's file, of a system published in two (biovil, biovil_t) or without it (medklip).
+        entities: file of the entities that the system was trained with (medklip, kad, arl).
         out: new output folder for a checkpoint, or for image_encoder and text_encoder, with import.json.
         tokenizer: folder of the system's tokenizer, unless it is that of CLIP.
         list_all: list the systems that can be imported.
@@ -65,7 +67,8 @@ def import_published(
         return _import_stable_diffusion(file, out)
     from medvl.export.importers.import_checkpoint import REPORT, import_checkpoint
 
-    imported = import_checkpoint(system, file, text_file=text_file, tokenizer=tokenizer, out=out)
+    options = {"text_file": text_file, "entities": entities, "tokenizer": tokenizer}
+    imported = import_checkpoint(system, file, **options, out=out)
     reasons = sorted({*imported.left_out.values()})
     lines = [
         f"Wrote {out}: {imported.loaded} tensors loaded, {len(imported.left_out)} left out, see {REPORT}",

@@ -7,8 +7,8 @@
     load_encoder("imported/gloria/image_encoder")
     export_onnx(medvl.load("runs/convirt/best"), "exported").differences
 
-The tables in `importers.dual_encoders`, `importers.fusion_encoders` and `importers.encoders_only` map the keys of a
-published file to medvl's, one rule for a key or a family of keys; `importers.backbones` has the rules of the backbones.
+The tables of `importers` (`dual_encoders`, `fusion_encoders`, `encoders_only`, ...) map the keys of a published file to
+medvl's, one rule for a key or a family of keys; `importers.backbones` has the rules of the backbones.
 """
 
 from typing import TYPE_CHECKING

@@ -12,17 +12,15 @@ from helpers.published_layers import (
     WORDS,
     Tensors,
     attend,
-    bert_attention,
-    bert_feed_forward,
     bert_layer_shapes,
     bert_shapes,
     bert_states,
     clip_block,
     clip_encode,
-    clip_shapes,
-    clip_visual,
+    cross_layer,
     imported,
     linear,
+    m3ae_shapes,
     norm,
     resnet_shapes,
     texts,
@@ -35,34 +33,7 @@ from medvl.export.importers.registry import find_importer
 
 
 def m3ae_file() -> Tensors:
-    square = ("multi_modal_language_proj", "multi_modal_vision_proj", "multi_modal_language_pooler.dense")
-    square += ("multi_modal_vision_pooler.dense", "mlm_head.transform.dense")
-    decoder = 64
-    shapes: dict[str, tuple[int, ...]] = {
-        **clip_visual("vision_encoder.visual.", 64, 16, 2),
-        **bert_shapes("language_encoder.", 1, types=1),
-        **{f"{name}.weight": (WIDTH, WIDTH) for name in square},
-        **{f"{name}.bias": (WIDTH,) for name in square},
-        "modality_type_embeddings.weight": (2, WIDTH),
-        **bert_layer_shapes("multi_modal_language_layers.0.", ["attention", "crossattention"]),
-        **bert_layer_shapes("multi_modal_vision_layers.0.", ["attention", "crossattention"]),
-        "mlm_head.bias": (WORDS,),
-        "mlm_head.transform.LayerNorm.weight": (WIDTH,),
-        "mlm_head.transform.LayerNorm.bias": (WIDTH,),
-        "mlm_head.decoder.weight": (WORDS, WIDTH),
-        "mim_head.mask_token": (1, 1, decoder),
-        "mim_head.decoder_pos_embed": (1, 17, decoder),
-        "mim_head.decoder_embed.weight": (decoder, WIDTH),
-        "mim_head.decoder_embed.bias": (decoder,),
-        **clip_shapes("mim_head.decoder.resblocks", decoder, 1),
-        "mim_head.decoder_norm.weight": (decoder,),
-        "mim_head.decoder_norm.bias": (decoder,),
-        "mim_head.decoder_pred.weight": (768, decoder),
-        "mim_head.decoder_pred.bias": (768,),
-        "itm_head.fc.weight": (2, 2 * WIDTH),
-        "itm_head.fc.bias": (2,),
-    }
-    return random_tensors(shapes)
+    return random_tensors(m3ae_shapes(1))
 
 
 def test_m3ae_import_equals_its_co_attention_and_heads(tmp_path: Path) -> None:
@@ -215,14 +186,6 @@ def albef_image(pixels: Tensor, file: Tensors, name: str) -> Tensor:
     y = norm(x, file, f"{name}blocks.0.norm2", 1e-6)
     x = x + linear(F.gelu(linear(y, file, f"{name}blocks.0.mlp.fc1")), file, f"{name}blocks.0.mlp.fc2")
     return norm(x, file, f"{name}norm", 1e-6)
-
-
-def cross_layer(
-    x: Tensor, other: Tensor, file: Tensors, name: str, hidden: Tensor | None, other_hidden: Tensor | None
-) -> Tensor:
-    x = bert_attention(x, x, file, f"{name}attention", 1e-12, hidden)
-    x = bert_attention(x, other, file, f"{name}crossattention", 1e-12, other_hidden)
-    return bert_feed_forward(x, file, name, 1e-12)
 
 
 def medvill_file() -> Tensors:

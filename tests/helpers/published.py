@@ -13,7 +13,8 @@ from torch import Tensor
 
 FOLDER = Path(__file__).parent / "state_dicts"
 LISTS = {
-    "arl": "arl",
+    "arl": "arl_encoders",
+    "arl arl_align_head": "arl",
     "biomedclip_open_clip": "biomedclip",
     "biovil_image": "biovil_image",
     "biovil_image cxrbert_text": "biovil",
@@ -32,7 +33,8 @@ LISTS = {
     "m3ae": "m3ae",
     "medclip_resnet50": "medclip",
     "medclip_swin_tiny": "medclip",
-    "medklip": "medklip",
+    "medklip": "medklip_image",
+    "medklip bioclinicalbert": "medklip",
     "medvill": "medvill",
     "mflag_benchx": "mflag",
     "mgca_resnet50": "mgca",
@@ -47,9 +49,14 @@ LISTS = {
 
 
 def shapes_of(name: str) -> dict[str, tuple[int, ...]]:
-    """Return key -> shape of one list, or of several with spaces between their names."""
-    lines = [line for each in name.split() for line in (FOLDER / f"{each}.txt").read_text().splitlines()]
-    return {key: shape for line in lines if not line.startswith("#") for key, shape in _expand(line)}
+    """Return key -> shape of one list, or of several, as an import joins them, with spaces between their names."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    for each in name.split():
+        lines = (FOLDER / f"{each}.txt").read_text().splitlines()
+        listed = {key: shape for line in lines if not line.startswith("#") for key, shape in _expand(line)}
+        prefix = "module." if " " in name and all(key.startswith("module.") for key in listed) else ""
+        shapes |= {key.removeprefix(prefix): shape for key, shape in listed.items()}
+    return shapes
 
 
 def meta_tensors(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Tensor]:

@@ -99,6 +99,37 @@ def bert_shapes(prefix: str, layers: int, **sizes: int) -> dict[str, tuple[int, 
     return shapes
 
 
+def m3ae_shapes(layers: int) -> dict[str, tuple[int, ...]]:
+    """Shapes of an M3AE of 64 pixels with this number of layers of co-attention, and a pixel decoder of width 64."""
+    square = ("multi_modal_language_proj", "multi_modal_vision_proj", "multi_modal_language_pooler.dense")
+    square += ("multi_modal_vision_pooler.dense", "mlm_head.transform.dense")
+    decoder, attentions = 64, ["attention", "crossattention"]
+    streams = [f"multi_modal_{side}_layers.{layer}." for side in ("language", "vision") for layer in range(layers)]
+    return {
+        **clip_visual("vision_encoder.visual.", 64, 16, 2),
+        **bert_shapes("language_encoder.", 1, types=1),
+        **{f"{name}.weight": (WIDTH, WIDTH) for name in square},
+        **{f"{name}.bias": (WIDTH,) for name in square},
+        "modality_type_embeddings.weight": (2, WIDTH),
+        **{key: shape for name in streams for key, shape in bert_layer_shapes(name, attentions).items()},
+        "mlm_head.bias": (WORDS,),
+        "mlm_head.transform.LayerNorm.weight": (WIDTH,),
+        "mlm_head.transform.LayerNorm.bias": (WIDTH,),
+        "mlm_head.decoder.weight": (WORDS, WIDTH),
+        "mim_head.mask_token": (1, 1, decoder),
+        "mim_head.decoder_pos_embed": (1, 17, decoder),
+        "mim_head.decoder_embed.weight": (decoder, WIDTH),
+        "mim_head.decoder_embed.bias": (decoder,),
+        **clip_shapes("mim_head.decoder.resblocks", decoder, 1),
+        "mim_head.decoder_norm.weight": (decoder,),
+        "mim_head.decoder_norm.bias": (decoder,),
+        "mim_head.decoder_pred.weight": (768, decoder),
+        "mim_head.decoder_pred.bias": (768,),
+        "itm_head.fc.weight": (2, 2 * WIDTH),
+        "itm_head.fc.bias": (2,),
+    }
+
+
 def bert_layer_shapes(prefix: str, attentions: list[str]) -> dict[str, tuple[int, ...]]:
     square = [f"{name}.self.{part}" for name in attentions for part in ("query", "key", "value")]
     square += [f"{name}.output.dense" for name in attentions]
@@ -119,7 +150,7 @@ def bert_attention(x: Tensor, context: Tensor, file: Tensors, name: str, eps: fl
         for part, states in (("query", x), ("key", context), ("value", context))
     )
     return norm(
-        x + linear(attend(q, k, v, WIDTH // 64, hidden), file, f"{name}.output.dense"),
+        x + linear(attend(q, k, v, x.shape[-1] // 64, hidden), file, f"{name}.output.dense"),
         file,
         f"{name}.output.LayerNorm",
         eps,
@@ -129,6 +160,14 @@ def bert_attention(x: Tensor, context: Tensor, file: Tensors, name: str, eps: fl
 def bert_feed_forward(x: Tensor, file: Tensors, name: str, eps: float) -> Tensor:
     y = linear(F.gelu(linear(x, file, f"{name}intermediate.dense")), file, f"{name}output.dense")
     return norm(x + y, file, f"{name}output.LayerNorm", eps)
+
+
+def cross_layer(
+    x: Tensor, other: Tensor, file: Tensors, name: str, hidden: Tensor | None, other_hidden: Tensor | None
+) -> Tensor:
+    x = bert_attention(x, x, file, f"{name}attention", 1e-12, hidden)
+    x = bert_attention(x, other, file, f"{name}crossattention", 1e-12, other_hidden)
+    return bert_feed_forward(x, file, name, 1e-12)
 
 
 def bert_states(ids: Tensor, mask: Tensor, file: Tensors, prefix: str, layers: int, eps: float = 1e-12) -> list[Tensor]:

@@ -13,12 +13,13 @@ from medvl.export.exporters.common import Exported, difference, random_ids, rand
 from medvl.export.importers.import_checkpoint import import_checkpoint
 from medvl.export.importers.importer import Importer
 from medvl.export.importers.key_map import add_copies, to_published
-from medvl.export.importers.registry import list_importers
+from medvl.export.importers.registry import find_importer
 from medvl.models.base import System, TwoTowers
 
 IMAGE_FILE, TEXT_FILE = "image_model.pt", "text_model.pt"
 _IMAGE_KEYS = ("encoder.", "projector.")
 _CLASSIFIER, _MISSING = "encoder.encoder.fc", "encoder.missing_previous_emb"
+_SYSTEMS = ("biovil", "biovil_t")
 _LAST, _CLASSES = "encoder.encoder.layer4.", 1000
 
 
@@ -35,11 +36,10 @@ def export_published(model: System, out: Path | str) -> Exported:
         ConfigError: the model is another system.
         CheckpointError: the outputs differ.
     """
-    importer = next((each for each in list_importers() if each.two_files and each.name == model.name), None)
-    if importer is None or not isinstance(model, TwoTowers):
-        names = ", ".join(each.name for each in list_importers() if each.two_files)
-        message = f"{model.name} has no layout of two published files: this export takes {names}"
+    if model.name not in _SYSTEMS or not isinstance(model, TwoTowers):
+        message = f"{model.name} has no layout of two published files: this export takes {', '.join(_SYSTEMS)}"
         raise ConfigError(message, "unsupported")
+    importer = find_importer(model.name)
     model.eval()
     with new_folder(Path(out)) as folder, torch.no_grad():
         tensors, unknown = to_published(model.state_dict(), importer.table)

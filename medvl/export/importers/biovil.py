@@ -73,7 +73,7 @@ IMPORTERS = (
         source=_SOURCE,
         table=(*_RESNET, *_PROJECTOR, *_TEXT, *_WORDS),
         system=_biovil,
-        two_files=True,
+        text_file="the text model",
         note=_NOTE,
     ),
     Importer(
@@ -82,7 +82,7 @@ IMPORTERS = (
         source=_SOURCE,
         table=(*_pooler(), *_RESNET, *_PROJECTOR, *_TEXT, *_WORDS),
         system=_biovil_t,
-        two_files=True,
+        text_file="the text model",
         note=_NOTE,
     ),
     Importer(

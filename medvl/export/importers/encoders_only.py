@@ -25,28 +25,28 @@ _METER_TOWERS = (
 
 IMPORTERS = (
     Importer(
-        name="arl",
-        title="ARL (Chen et al. 2022): CLIP ViT-B/16 without its last block, RoBERTa",
+        name="arl_encoders",
+        title="ARL's encoders alone: CLIP ViT-B/16 without its last block, RoBERTa",
         source="zhjohnchan/ARL @ 527fe06",
         image={},
         text={"name": "roberta"},
         table=_METER_TOWERS,
     ),
     Importer(
-        name="medklip",
-        title="MedKLIP (Wu et al. 2023): the first three stages of a ResNet-50",
-        source="MedKLIP's train_MedKLIP.py",
+        name="medklip_image",
+        title="MedKLIP's image encoder alone: the first three stages of a ResNet-50",
+        source="MediaBrain-SJTU/MedKLIP @ 8e60b03",
         image={},
         table=(
             *sequential_resnet("res_features."),
-            drop("res_l*.*", _HEAD),
-            drop("decoder.**", "the decoder of entities: only the image encoder is imported"),
+            drop("res_l*.*", "the projection of the grid, for the complete system"),
+            drop("decoder.**", "the decoder of entities, for the complete system"),
             *(
-                drop(f"{name}.*", "a head of the decoder of entities")
+                drop(f"{name}.*", "a head of the decoder of entities, for the complete system")
                 for name in ("disease_embedding_layer", "cl_fc", "classifier")
             ),
         ),
-        note=f"The file has no text encoder: its entities were encoded once by Bio_ClinicalBERT. {_STATISTICS}",
+        note="The file has no text encoder; medklip takes that of Bio_ClinicalBERT beside it.",
     ),
     Importer(
         name="prior",

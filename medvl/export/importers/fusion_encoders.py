@@ -30,7 +30,8 @@ from medvl.models.fusion_encoders.vilt import ViLTConfig
 from medvl.models.fusion_encoders.visualbert import VisualBERTConfig
 
 
-def _bert_attention(source: str, target: str) -> list[KeyRule]:
+def bert_attention(source: str, target: str) -> list[KeyRule]:
+    """Return the rules of BERT's attention with its residual and LayerNorm."""
     return [
         *(keep(f"{source}.self.{name}.*", f"{target}.{name}.*") for name in ("query", "key", "value")),
         keep(f"{source}.output.dense.*", f"{target}.out.*"),
@@ -38,7 +39,8 @@ def _bert_attention(source: str, target: str) -> list[KeyRule]:
     ]
 
 
-def _bert_feed_forward(inner: str, outer: str, target: str) -> list[KeyRule]:
+def bert_feed_forward(inner: str, outer: str, target: str) -> list[KeyRule]:
+    """Return the rules of BERT's feed-forward layer, whose two linear layers are `inner.dense` and `outer.dense`."""
     return [
         keep(f"{inner}.dense.*", f"{target}.inner.*"),
         keep(f"{outer}.dense.*", f"{target}.outer.*"),
@@ -56,13 +58,13 @@ def _bert_embeddings(source: str) -> list[KeyRule]:
 def co_attention_layer(source: str, target: str) -> list[KeyRule]:
     """Return the rules of a layer of BERT with cross-attention."""
     return [
-        *_bert_attention(f"{source}.attention", f"{target}.attention"),
-        *_bert_attention(f"{source}.crossattention", f"{target}.cross_attention"),
-        *_bert_feed_forward(f"{source}.intermediate", f"{source}.output", f"{target}.feed_forward"),
+        *bert_attention(f"{source}.attention", f"{target}.attention"),
+        *bert_attention(f"{source}.crossattention", f"{target}.cross_attention"),
+        *bert_feed_forward(f"{source}.intermediate", f"{source}.output", f"{target}.feed_forward"),
     ]
 
 
-def _pixel_decoder() -> list[KeyRule]:
+def pixel_decoder() -> list[KeyRule]:
     """Return the rules of the pixel decoder: CLIP's names -> timm's."""
     block = "mim_head.decoder.resblocks.*"
     names = {
@@ -85,25 +87,26 @@ def _pixel_decoder() -> list[KeyRule]:
 
 
 def _streams(shapes: Shapes) -> dict[str, Any]:
-    intermediate, width = shapes["fusion.text_layers.0.feed_forward.inner.weight"]
+    intermediate, width = shapes["fusion.image_layers.0.feed_forward.inner.weight"]
     return {
         **encoder_fields(shapes, {}, {"name": "roberta"}),
         "width": width,
-        "layers": count(shapes, "fusion.text_layers."),
+        "layers": count(shapes, "fusion.image_layers."),
         "heads": attention_heads(width),
         "intermediate": intermediate,
     }
 
 
-def _m3ae(shapes: Shapes) -> M3AEConfig:
+def m3ae_fields(shapes: Shapes) -> dict[str, Any]:
+    """Return the fields of M3AE's config that the shapes determine."""
     decoder = shapes["mim_head.embed.weight"][0]
-    return M3AEConfig(
+    return {
         **_streams(shapes),
-        decoder_width=decoder,
-        decoder_layers=count(shapes, "mim_head.blocks."),
-        decoder_heads=attention_heads(decoder),
-        mim_layer=min(M3AEConfig.mim_layer, count(shapes, "fusion.text_layers.")),
-    )
+        "decoder_width": decoder,
+        "decoder_layers": count(shapes, "mim_head.blocks."),
+        "decoder_heads": attention_heads(decoder),
+        "mim_layer": min(M3AEConfig.mim_layer, count(shapes, "fusion.image_layers.")),
+    }
 
 
 def _ptunifier(shapes: Shapes) -> PTUnifierConfig:
@@ -116,13 +119,16 @@ def _medvill(shapes: Shapes) -> MedViLLConfig:
     return MedViLLConfig(**encoder_fields(shapes, {}, {"name": "bert"}))
 
 
-def _meter(image: str, text: str, sides: tuple[str, str], names: Mapping[str, str]) -> list[KeyRule]:
+def _meter(
+    image: str, text: str, sides: tuple[str, str], names: Mapping[str, str], text_layer: str = "fusion.text_layers.*"
+) -> list[KeyRule]:
     """Return the rules of two encoders, two streams with co-attention, and the heads for words and matching.
 
     Args:
         image, text: names of CLIP's image tower and of the text encoder.
         sides: names of the image's and of the text's layers and poolers, before `_layers` and `_pooler`.
         names: those of the projections (image_input, text_input), types (modality) and heads (mlm, itm).
+        text_layer: name of a layer of the text's stream in medvl.
     """
     vision, language = sides
     return [
@@ -131,7 +137,7 @@ def _meter(image: str, text: str, sides: tuple[str, str], names: Mapping[str, st
         keep(f"{names['text_input']}.*", "text_input.*"),
         keep(f"{names['image_input']}.*", "image_input.project.*"),
         keep(f"{names['modality']}.weight", "fusion.modality.weight"),
-        *co_attention_layer(f"{language}_layers.*", "fusion.text_layers.*"),
+        *co_attention_layer(f"{language}_layers.*", text_layer),
         *co_attention_layer(f"{vision}_layers.*", "fusion.image_layers.*"),
         keep(f"{language}_pooler.dense.*", "fusion.text_pooler.dense.*"),
         keep(f"{vision}_pooler.dense.*", "fusion.image_pooler.dense.*"),
@@ -141,21 +147,22 @@ def _meter(image: str, text: str, sides: tuple[str, str], names: Mapping[str, st
     ]
 
 
-_M3AE_STREAMS = (
-    *_meter(
-        "vision_encoder",
-        "language_encoder",
-        ("multi_modal_vision", "multi_modal_language"),
-        {
-            "text_input": "multi_modal_language_proj",
-            "image_input": "multi_modal_vision_proj",
-            "modality": "modality_type_embeddings",
-            "mlm": "mlm_head",
-            "itm": "itm_head",
-        },
-    ),
-    *(drop(f"{head}_head.**", "a downstream head") for head in ("vqa", "cls", "irtr", "mlc", "clm")),
-)
+def m3ae_streams(text_layer: str = "fusion.text_layers.*") -> list[KeyRule]:
+    """Return the rules of M3AE without its pixel decoder; `text_layer` is medvl's name of a layer of the text."""
+    names = {
+        "text_input": "multi_modal_language_proj",
+        "image_input": "multi_modal_vision_proj",
+        "modality": "modality_type_embeddings",
+        "mlm": "mlm_head",
+        "itm": "itm_head",
+    }
+    sides = "multi_modal_vision", "multi_modal_language"
+    return [
+        *_meter("vision_encoder", "language_encoder", sides, names, text_layer),
+        *(drop(f"{head}_head.**", "a downstream head") for head in ("vqa", "cls", "irtr", "mlc", "clm")),
+    ]
+
+
 _METER = Importer(
     name="meter",
     title="METER (Dou et al. 2022): CLIP ViT-B/16 without its last block, RoBERTa, six layers of co-attention",
@@ -182,8 +189,8 @@ _M3AE = Importer(
     name="m3ae",
     title="M3AE (Chen et al. 2022): CLIP ViT-B/16 without its last block, RoBERTa, six layers of co-attention",
     source="zhjohnchan/M3AE @ 14da377",
-    table=(*_M3AE_STREAMS, *_pixel_decoder()),
-    system=_m3ae,
+    table=(*m3ae_streams(), *pixel_decoder()),
+    system=lambda shapes: M3AEConfig(**m3ae_fields(shapes)),
 )
 _MEDVILL = Importer(
     name="medvill",
@@ -210,7 +217,7 @@ _PTUNIFIER = Importer(
     title="PTUnifier (Chen et al. 2023): M3AE's encoders and fusion-encoder, with pools of prompts",
     source="zhjohnchan/PTUnifier @ eee60eb",
     table=(
-        *_M3AE_STREAMS,
+        *m3ae_streams(),
         keep("pseudo_vision_token_pool", "image_prompts.prompts_RD"),
         keep("pseudo_language_token_pool", "text_prompts.prompts_RD"),
         *(
@@ -291,8 +298,8 @@ _LXMERT = Importer(
         keep("lxmert.encoder.visn_fc.visn_layer_norm.*", "image_input.norm.*"),
         keep("lxmert.encoder.visn_fc.box_fc.*", "image_input.project_boxes.*"),
         keep("lxmert.encoder.visn_fc.box_layer_norm.*", "image_input.norm_boxes.*"),
-        *_bert_attention(f"{_REGIONS}.attention", "image_layers.*.attention"),
-        *_bert_feed_forward(f"{_REGIONS}.intermediate", f"{_REGIONS}.output", "image_layers.*.feed_forward"),
+        *bert_attention(f"{_REGIONS}.attention", "image_layers.*.attention"),
+        *bert_feed_forward(f"{_REGIONS}.intermediate", f"{_REGIONS}.output", "image_layers.*.feed_forward"),
         *(
             keep(f"{_BOTH}.visual_attention.{source}.*", f"cross_layers.*.cross_attention.{target}.*")
             for source, target in {
@@ -305,8 +312,8 @@ _LXMERT = Importer(
             rule
             for old, new in _CROSS.items()
             for rule in (
-                *_bert_attention(f"{_BOTH}.{old}_self_att", f"cross_layers.*.{new}_attention"),
-                *_bert_feed_forward(
+                *bert_attention(f"{_BOTH}.{old}_self_att", f"cross_layers.*.{new}_attention"),
+                *bert_feed_forward(
                     f"{_BOTH}.{old}_inter", f"{_BOTH}.{old}_output", f"cross_layers.*.{new}_feed_forward"
                 ),
             )

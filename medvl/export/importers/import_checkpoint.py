@@ -18,8 +18,8 @@ from medvl.encoders import ImageEncoder, TextEncoder, create_image_encoder, crea
 from medvl.errors import CheckpointError, ConfigError, WeightsError
 from medvl.export.importers.encoders_from_shapes import Encoders, build_encoders
 from medvl.export.importers.importer import Importer
-from medvl.export.importers.key_map import MappedTensors, to_medvl
-from medvl.export.importers.registry import find_importer, matching_importers
+from medvl.export.importers.key_map import MappedTensors, to_medvl, without_wrapper
+from medvl.export.importers.registry import find_importer, list_importers, matching_importers
 from medvl.export.importers.torch_reader import read_checkpoint
 from medvl.models import checkpoint, create_model
 from medvl.models.allocation import AllocationLimit
@@ -51,6 +51,8 @@ class Imported:
     """Hash of the file."""
     text_sha256: str | None
     """Hash of the text model's file, where there are two."""
+    entities_sha256: str | None
+    """Hash of the file of entities, if one was given."""
     note: str
 
     def report(self) -> dict[str, Any]:
@@ -64,6 +66,7 @@ def import_checkpoint(
     file: Path | str,
     *,
     text_file: Path | str | None = None,
+    entities: Path | str | None = None,
     tokenizer: Tokenizer | Path | str | None = None,
     out: Path | str | None = None,
 ) -> Imported:
@@ -72,31 +75,28 @@ def import_checkpoint(
     Args:
         system: name of an importer (`list_importers`), or `open_clip:NAME`.
         file: safetensors, or a file written by `torch.save`; no code in it is run.
-        text_file: the text model's file, for systems that were published in two (BioViL, BioViL-T).
+        text_file: the text model's file, for systems that were published in two (BioViL, BioViL-T), or without their
+            text encoder (MedKLIP).
+        entities: file with the entities of the system's training, which its checkpoint does not hold (MedKLIP, KAD,
+            ARL).
         tokenizer: the system's tokenizer or its folder; without it, only systems with CLIP's vocabulary take strings.
         out: new folder. A system becomes a checkpoint for `medvl.load`; encoders become folders `image_encoder` and
             `text_encoder` for `load_encoder`. `import.json` lists what was left out and why.
 
     Raises:
-        ConfigError: there is no such importer, `out` exists, the tokenizer does not fit, or the text model's file is
-            missing or not wanted.
+        ConfigError: there is no such importer, `out` exists, the tokenizer does not fit, or a second file is missing,
+            malformed or not wanted.
         WeightsError: the file cannot be read or belongs to another system; the message names the first differences.
     """
     importer, path = find_importer(system), Path(file)
-    if importer.two_files != (text_file is not None):
-        wanted = "the image model's file and, as text_file, the text model's" if importer.two_files else "one file"
-        code = "missing" if importer.two_files else "conflict"
-        raise ConfigError(f"{importer.name} is imported from {wanted}", code, field="text_file")
+    _check_files(importer, text_file, entities)
     files = [path] if text_file is None else [path, Path(text_file)]
     contents = [read_checkpoint(each, importer.parts) for each in files]
-    tensors = {key: tensor for content in contents for key, tensor in content.tensors.items()}
-    model, mapped, zeros = match_checkpoint(tensors, importer, " and ".join(map(str, files)), tokenizer)
+    tensors = {key: tensor for content in contents for key, tensor in without_wrapper(content.tensors).items()}
+    model, mapped, zeros = match_checkpoint(tensors, importer, " and ".join(map(str, files)), tokenizer, entities)
     state = model.state_dict()
-    with torch.no_grad():
-        for name, tensor in mapped.tensors.items():
-            state[name].copy_(tensor)
-        for name in zeros:
-            state[name].zero_()
+    zero = {name: torch.zeros_like(state[name]) for name in zeros}
+    model.load_state_dict({**state, **mapped.tensors, **zero})
     imported = Imported(
         model=model.eval(),
         system=importer.name,
@@ -106,6 +106,7 @@ def import_checkpoint(
         blanks=sorted({blank for content in contents for blank in content.blanks}),
         sha256=sha256(path),
         text_sha256=None if text_file is None else sha256(Path(text_file)),
+        entities_sha256=None if entities is None else sha256(Path(entities)),
         note=importer.note,
     )
     if out is not None:
@@ -114,8 +115,27 @@ def import_checkpoint(
     return imported
 
 
+def _check_files(importer: Importer, text_file: Path | str | None, entities: Path | str | None) -> None:
+    parts = [each for each in list_importers() if each.name in (f"{importer.name}_image", f"{importer.name}_encoders")]
+    without = f"; {parts[0].name} imports the {parts[0].kind} without it" if parts else ""
+    if importer.text_file is not None and text_file is None:
+        message = f"{importer.name} needs a second file, text_file, with {importer.text_file}{without}"
+        raise ConfigError(message, "missing", field="text_file")
+    if importer.text_file is None and text_file is not None:
+        raise ConfigError(f"{importer.name} is imported from one file", "conflict", field="text_file")
+    if importer.entities is None and entities is not None:
+        raise ConfigError(f"{importer.name} takes no file of entities", "conflict", field="entities")
+    if importer.entities is not None and importer.entities.required and entities is None:
+        message = f"{importer.name} needs a file of entities: {importer.entities.title}{without}"
+        raise ConfigError(message, "missing", field="entities")
+
+
 def match_checkpoint(
-    tensors: Mapping[str, Tensor], importer: Importer, source: str, tokenizer: Tokenizer | Path | str | None = None
+    tensors: Mapping[str, Tensor],
+    importer: Importer,
+    source: str,
+    tokenizer: Tokenizer | Path | str | None = None,
+    entities: Path | str | None = None,
 ) -> tuple[System | Encoders, MappedTensors, dict[str, str]]:
     """Return the model (random weights), the file's tensors by its names, and the tensors to zero with the reason.
 
@@ -125,23 +145,26 @@ def match_checkpoint(
         ConfigError, WeightsError: as `import_checkpoint`.
     """
     mapped = to_medvl(tensors, importer.table)
+    if importer.computed is not None:
+        mapped = dataclasses.replace(mapped, tensors={**mapped.tensors, **importer.computed(mapped.tensors)})
     elements = sum(tensor.numel() for tensor in tensors.values())
     limit = AllocationLimit(elements, WeightsError("its sizes need far more weights than it has", "mismatch"))
     try:
         with limit:
-            model = _build(importer, mapped, tokenizer)
+            model, more = _build(importer, mapped, tokenizer, entities)
     except (WeightsError, KeyError) as error:  # the tensors that determine the sizes are missing, or claim too much
         problems = [*mapped.problems, f"missing {error}" if isinstance(error, KeyError) else str(error)]
         raise _mismatch(tensors, importer, source, problems) from None
     except (ValueError, IndexError, ZeroDivisionError) as error:  # one of them has another number of axes
         problems = [*mapped.problems, f"shapes from which no model can be built ({error})"]
         raise _mismatch(tensors, importer, source, problems) from None
+    mapped = dataclasses.replace(mapped, tensors={**mapped.tensors, **more})
     state = model.state_dict()
     missing = [name for name in state if name not in mapped.tensors and not name.endswith("num_batches_tracked")]
     zeros = {zero.name: zero.why for zero in importer.zeros if zero.name in missing}
     problems = [*mapped.problems, *(f"missing {name}" for name in missing if name not in zeros)]
     for name, tensor in mapped.tensors.items():
-        keys = ", ".join(mapped.sources[name])
+        keys = ", ".join(mapped.sources.get(name, [name]))
         if name not in state:
             problems.append(f"unexpected {keys}")
         elif state[name].shape != tensor.shape:
@@ -151,16 +174,24 @@ def match_checkpoint(
     return model, mapped, zeros
 
 
-def _build(importer: Importer, mapped: MappedTensors, tokenizer: Tokenizer | Path | str | None) -> System | Encoders:
+def _build(
+    importer: Importer,
+    mapped: MappedTensors,
+    tokenizer: Tokenizer | Path | str | None,
+    entities: Path | str | None,
+) -> tuple[System | Encoders, Mapping[str, Tensor]]:
+    """Return the model, and the tensors of its file of entities by medvl's names."""
     if importer.system is None:
         if tokenizer is not None:
             message = f"{importer.name} is imported as encoders: they take no tokenizer"
             raise ConfigError(message, "conflict", field="tokenizer")
-        return build_encoders(mapped.shapes, importer.image, importer.text)
-    config = importer.system(mapped.shapes)
+        return build_encoders(mapped.shapes, importer.image, importer.text), {}
+    config, more = importer.system(mapped.shapes), {}
+    if importer.entities is not None and entities is not None:
+        config, more = importer.entities.read(config, Path(entities))
     if tokenizer is None and importer.tokenizer is not None:
         tokenizer = load_tokenizer(importer.tokenizer, max_tokens=config.max_tokens)
-    return create_model(config, tokenizer=tokenizer)
+    return create_model(config, tokenizer=tokenizer), more
 
 
 def _mismatch(tensors: Mapping[str, Tensor], importer: Importer, source: str, problems: Sequence[str]) -> WeightsError:

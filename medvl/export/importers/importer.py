@@ -1,11 +1,26 @@
 """Description of one published checkpoint layout."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
+
+from torch import Tensor
 
 from medvl.export.importers.encoders_from_shapes import Options
 from medvl.export.importers.key_map import KeyRule, Shapes, ZeroTensor
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EntityFile:
+    """A file with the entities of a system's training, which its checkpoint does not hold."""
+
+    title: str
+    """Name of the published file, and its format."""
+    read: Callable[[Any, Path], tuple[Any, Mapping[str, Tensor]]]
+    """Function from the system's config and the file to the config with the entities, and further tensors by medvl's
+    names."""
+    required: bool = False
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -27,8 +42,11 @@ class Importer:
     zeros: Sequence[ZeroTensor] = ()
     parts: Sequence[str] = ()
     """Names of the state dicts that the file holds side by side; keys are then `part/key`."""
-    two_files: bool = False
-    """The image model and the text model are published in a file each."""
+    text_file: str | None = None
+    """Content of a second file with the text encoder; None: there is one file."""
+    entities: EntityFile | None = None
+    computed: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]] | None = None
+    """Function from the tensors by medvl's names to those that replace them."""
     tokenizer: str | None = None
     """Argument of `load_tokenizer` for tokenizers that an installed package contains."""
     note: str = ""

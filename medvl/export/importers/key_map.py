@@ -18,7 +18,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-Change = Literal["none", "transpose", "flatten", "scalar", "conv to linear", "reverse"]
+Change = Literal["none", "transpose", "flatten", "scalar", "conv to linear", "reverse", "drop axis"]
 Shapes = Mapping[str, tuple[int, ...]]
 """Shapes of tensors by key."""
 _NORMS = {"gamma": "weight", "beta": "bias"}
@@ -181,10 +181,19 @@ def _fill(template: str, stars: Sequence[str]) -> str:
     return re.sub(r"\*\*|\*", lambda _: next(remaining), template)
 
 
+def without_wrapper(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the tensors of a file without the `module.` prefix of a parallel wrapper."""
+    return dict(zip(_bare_keys(list(tensors)), tensors.values(), strict=True))
+
+
+def _bare_keys(keys: Sequence[str]) -> list[str]:
+    wrapped = all(key.startswith("module.") for key in keys)
+    return [key.removeprefix("module.") if wrapped else key for key in keys]
+
+
 def _normalized_keys(keys: Sequence[str]) -> list[str]:
     """Remove a parallel wrapper's prefix, and rename `gamma` and `beta` of layer norms."""
-    wrapped = all(key.startswith("module.") for key in keys)
-    bare = [key.removeprefix("module.") if wrapped else key for key in keys]
+    bare = _bare_keys(keys)
     return [re.sub(r"(?<=LayerNorm\.)(gamma|beta)$", lambda match: _NORMS[match[1]], key) for key in bare]
 
 
@@ -195,6 +204,8 @@ def _change(tensor: Tensor, change: Change) -> Tensor:
         return tensor.flatten(1) if tensor.ndim > 1 else tensor
     if change == "reverse":  # of two classes
         return tensor.flip(0)
+    if change == "drop axis" and tensor.shape[:1] == (1,):
+        return tensor[0]
     if change == "scalar" and tensor.numel() == 1:
         return tensor.reshape(())
     return tensor.flatten() if change == "flatten" else tensor

@@ -1,12 +1,57 @@
-"""Key table of KAD, whose file has its image encoder, its text encoder and its decoder."""
+"""Key tables of systems with a book of queries: KAD's file has its text encoder, MedKLIP's has none."""
 
-from medvl.export.importers.backbones import TEXT, bert, resnet
-from medvl.export.importers.encoders_from_shapes import image_arguments, text_arguments
-from medvl.export.importers.importer import Importer
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+from medvl.common.untrusted import ANYWHERE, parse_json, read_limited
+from medvl.errors import ConfigError
+from medvl.export.importers.backbones import TEXT, bert, resnet, sequential_resnet, vocabulary_head
+from medvl.export.importers.encoders_from_shapes import bert_fields, count, image_arguments, text_arguments
+from medvl.export.importers.importer import EntityFile, Importer
 from medvl.export.importers.key_map import Shapes, ZeroTensor, drop, keep, same
 from medvl.models.dual_encoders.kad import KADConfig
+from medvl.models.dual_encoders.medklip import MedKLIPConfig
 
 _BOOK = "the book of queries, which the text encoder makes on first use"
+_PLACES = "the book of places, which the text encoder makes on first use"
+_MAX_BYTES = 1 << 24
+
+
+def with_entities(config: Any, path: Path) -> tuple[Any, dict[str, Any]]:
+    """Return the config of a system with the entities of a JSON file, and no tensors.
+
+    The file is an object, name -> sentence of the query, or a list of names, which keep the system's own sentences.
+
+    Raises ConfigError when it cannot be read or is of another form.
+    """
+    try:
+        with ANYWHERE.open(path, ConfigError) as file:
+            content = parse_json(read_limited(file, _MAX_BYTES, ConfigError))
+    except FileNotFoundError:
+        raise ConfigError(f"{path} does not exist", "not_found", field="entities") from None
+    except ValueError as error:
+        raise ConfigError(f"{path} is not JSON ({error})", "malformed", field="entities") from None
+    names = list(content) if isinstance(content, dict | list) else []
+    sentences = content if isinstance(content, dict) else {}
+    if not names or not all(isinstance(text, str) and text.strip() for text in [*names, *sentences.values()]):
+        message = f"{path}: expected an object, name -> sentence, or a list of names"
+        raise ConfigError(message, "malformed", field="entities")
+    if len(set(names)) < len(names):
+        raise ConfigError(f"{path} has an entity twice", "malformed", field="entities")
+    return dataclasses.replace(config, entities=tuple(names), descriptions=sentences), {}
+
+
+def _medklip(shapes: Shapes) -> MedKLIPConfig:
+    positions = shapes[f"{TEXT}embeddings.position_embeddings.weight"][0]
+    return MedKLIPConfig(
+        **bert_fields(shapes, "bioclinicalbert"),
+        fit="squash",
+        max_tokens=min(MedKLIPConfig.max_tokens, positions),
+        projection_dim=shapes["text_head.weight"][0],
+        decoder_layers=count(shapes, "decoder.layers."),
+        decoder_hidden=shapes["decoder.layers.0.linear1.weight"][0],
+    )
 
 
 def _kad(shapes: Shapes) -> KADConfig:
@@ -23,36 +68,64 @@ def _kad(shapes: Shapes) -> KADConfig:
     )
 
 
-IMPORTERS = (
-    Importer(
-        name="kad",
-        title="KAD (Zhang et al. 2023): ResNet-50 at 512 pixels and above, Med-KEBERT",
-        source="KAD's A3_CLIP/main.py",
-        parts=("image_encoder", "text_encoder", "model"),
-        table=(
-            *resnet("image_encoder/resnet."),
-            *(
-                same(f"image_encoder/res_features.{number}.**", f"image_encoder/resnet.{name}.**")
-                for number, name in {
-                    0: "conv1",
-                    1: "bn1",
-                    **{stage + 3: f"layer{stage}" for stage in (1, 2, 3, 4)},
-                }.items()
-            ),
-            keep("image_encoder/res_l1.*", "image_head.0.*"),
-            keep("image_encoder/res_l2.*", "image_head.2.*"),
-            keep("text_encoder/bert_model.pooler.dense.*", "text_head.0.*"),
-            *bert("text_encoder/bert_model."),
-            keep("text_encoder/mlp_embed.0.*", "text_head.2.*"),
-            keep("text_encoder/mlp_embed.2.*", "text_head.4.*"),
-            same("model/decoder_norm.**", "model/decoder.norm.**"),
-            keep("model/decoder.**", "decoder.**"),
-            keep("model/mlp_head.0.*", "presence.*"),
-            drop("text_encoder/logit_scale", "the temperature of its first stage"),
-            keep("model/logit_scale", "logit_scale", change="scalar"),
-        ),
-        system=_kad,
-        zeros=(ZeroTensor(name="book.vectors_QD", why=_BOOK), ZeroTensor(name="book.sha256", why=_BOOK)),
-        note="Entities are queried by their names. The file does not hold those of its training.",
+_MEDKLIP = Importer(
+    name="medklip",
+    title="MedKLIP (Wu et al. 2023): three stages of a ResNet-50, its decoder; Bio_ClinicalBERT from a second file",
+    source="MediaBrain-SJTU/MedKLIP @ 8e60b03, PreTrain_MedKLIP/models/model_MedKLIP.py",
+    table=(
+        *sequential_resnet("res_features."),
+        keep("res_l1.*", "image_head.0.*"),
+        keep("res_l2.*", "image_head.2.*"),
+        keep("disease_embedding_layer.*", "text_head.*"),
+        keep("decoder.**", "decoder.**"),
+        keep("classifier.*", "presence.*"),
+        keep("cl_fc.*", "place.*"),
+        *bert("bert."),
+        *bert(""),
+        *vocabulary_head("cls.predictions."),
+        drop("cls.seq_relationship.*", "the head for pairs of segments, for pretraining"),
     ),
+    system=_medklip,
+    text_file="the text encoder, emilyalsentzer/Bio_ClinicalBERT (pytorch_model.bin or model.safetensors)",
+    entities=EntityFile(title="its `observation explanation.json`, name -> sentence", read=with_entities),
+    zeros=(
+        *(ZeroTensor(name=f"book.{name}", why=_BOOK) for name in ("vectors_QD", "sha256")),
+        *(ZeroTensor(name=f"places.{name}", why=_PLACES) for name in ("vectors_QD", "sha256")),
+    ),
+    note="Queries attend to each other: without the entities of its training (75 in `observation explanation.json` of "
+    "its repository), scores are not those of the published system. Its 51 places are replaced by those of medvl.",
 )
+_KAD = Importer(
+    name="kad",
+    title="KAD (Zhang et al. 2023): ResNet-50 at 512 pixels and above, Med-KEBERT",
+    source="KAD's A3_CLIP/main.py",
+    parts=("image_encoder", "text_encoder", "model"),
+    table=(
+        *resnet("image_encoder/resnet."),
+        *(
+            same(f"image_encoder/res_features.{number}.**", f"image_encoder/resnet.{name}.**")
+            for number, name in {
+                0: "conv1",
+                1: "bn1",
+                **{stage + 3: f"layer{stage}" for stage in (1, 2, 3, 4)},
+            }.items()
+        ),
+        keep("image_encoder/res_l1.*", "image_head.0.*"),
+        keep("image_encoder/res_l2.*", "image_head.2.*"),
+        keep("text_encoder/bert_model.pooler.dense.*", "text_head.0.*"),
+        *bert("text_encoder/bert_model."),
+        keep("text_encoder/mlp_embed.0.*", "text_head.2.*"),
+        keep("text_encoder/mlp_embed.2.*", "text_head.4.*"),
+        same("model/decoder_norm.**", "model/decoder.norm.**"),
+        keep("model/decoder.**", "decoder.**"),
+        keep("model/mlp_head.0.*", "presence.*"),
+        drop("text_encoder/logit_scale", "the temperature of its first stage"),
+        keep("model/logit_scale", "logit_scale", change="scalar"),
+    ),
+    system=_kad,
+    entities=EntityFile(title="a list of names, or name -> sentence, in JSON", read=with_entities),
+    zeros=(ZeroTensor(name="book.vectors_QD", why=_BOOK), ZeroTensor(name="book.sha256", why=_BOOK)),
+    note="Entities are queried by their names. The file does not hold those of its training.",
+)
+
+IMPORTERS = (_MEDKLIP, _KAD)
