@@ -83,10 +83,11 @@ class MAVL(MedKLIP):
     def make_heads(cls, config: Any, image_encoder: ImageEncoder, text_encoder: TextEncoder) -> dict[str, Any]:
         """See the base class."""
         heads, width = super().make_heads(config, image_encoder, text_encoder), config.projection_dim
-        layers = nn.Linear(image_encoder.patch_dim, width), nn.PReLU(), nn.Linear(width, width)
+        dim = image_encoder.patch_dim
         cells = math.prod(image_encoder.grid(config.image_size, config.image_size))
-        pool = PositionedPool(image_encoder.patch_dim, cells, config.pool_heads, width)
+        pool = PositionedPool(dim, cells, config.pool_heads, width)
         config.init_modules(pool)
+        layers = nn.Linear(dim, dim), nn.PReLU(), nn.Linear(dim, width)
         return {**heads, "image_head": nn.Sequential(*layers), "pool": pool}
 
     def unnormalized_image(self, image_BCHW: Tensor) -> Tensor:

@@ -48,6 +48,13 @@ def make_batch(rows: list[int] | None = None) -> Batch:
     return batch
 
 
+def test_grid_is_projected_through_a_layer_of_its_own_width() -> None:
+    """Two convolutions of width 1 in the released code, 1024 to 1024 and 1024 to 256."""
+    with torch.device("meta"):
+        model: Any = medvl.create_model("mavl", vocab_size=100)
+    assert [tuple(layer.weight.shape) for layer in model.image_head] == [(1024, 1024), (1,), (256, 1024)]
+
+
 def naive_contrast(logits_NM: Tensor, positive_NM: Tensor, ignored_NM: Tensor) -> Tensor:
     """Cross-entropy with equal shares, pair by pair and in both directions."""
     directions = []
