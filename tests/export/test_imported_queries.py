@@ -1,4 +1,4 @@
-"""Imported MedKLIP, whose text encoder is a second file, against the published layers on small random files."""
+"""Imported MedKLIP and MAVL, with a second file for the text, against the published layers on small random files."""
 
 import json
 from pathlib import Path
@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from helpers.errors import raises
 from helpers.published import random_tensors
-from helpers.published_layers import WIDTH, Tensors, bert_shapes, bert_states, linear, resnet, resnet_shapes
+from helpers.published_layers import WIDTH, Tensors, attend, bert_shapes, bert_states, linear, resnet, resnet_shapes
 from torch import Tensor, nn
 
 import medvl
@@ -20,24 +20,68 @@ from medvl.export import import_checkpoint
 
 SIZE, HIDDEN, LAYERS, BLOCKS = 32, 48, 2, (1, 2, 1)
 ENTITIES = {"effusion": "fluid around the lung", "clear": "the lung is normal", "line": "a catheter in the lung"}
+ASPECTS = 8
+CHILDREN = {"0": "conv1", "1": "bn1", "4": "layer1", "5": "layer2", "6": "layer3"}
 LEAVES = ("weight", "bias")
 NEAR = {"atol": 1e-4, "rtol": 1e-3}
 
 
 def medklip_file() -> Tensors:
     """A ResNet of three stages with 64 channels at its end, and two layers of the decoder; names as published."""
-    children = {"conv1": "0", "bn1": "1", "layer1": "4", "layer2": "5", "layer3": "6"}
-    stages = {key: shape for key, shape in resnet_shapes("", (*BLOCKS, 1)).items() if not key.startswith("layer4")}
-    shapes: dict[str, tuple[int, ...]] = {}
-    for key, shape in stages.items():
-        child, _, rest = key.partition(".")
-        shapes[f"res_features.{children[child]}.{rest}"] = shape
+    shapes = stages("res_features.")
     linears = {"res_l1": (64, 64), "res_l2": (SIZE, 64), "disease_embedding_layer": (SIZE, WIDTH)}
     linears |= {"cl_fc": (WIDTH, SIZE), "classifier": (2, SIZE)}
     for name, shape in linears.items():
         shapes |= {f"{name}.weight": shape, f"{name}.bias": shape[:1]}
     shapes |= {f"decoder.{key}": tuple(tensor.shape) for key, tensor in torch_decoder().state_dict().items()}
     return {f"module.{key}": tensor for key, tensor in random_tensors(shapes).items()}
+
+
+def mavl_file() -> Tensors:
+    """The same with MAVL's heads, for images of 64 pixels."""
+    shapes = stages("backbone.")
+    weights: dict[str, tuple[int, ...]] = {
+        **{f"pool.{name}_proj": (64, 64) for name in "qkv"},
+        "pool.c_proj": (SIZE, 64),
+        "res_l1.0": (64, 64, 1, 1),
+        "res_l2": (SIZE, 64, 1, 1),
+        "disease_embedding_layer": (SIZE, WIDTH),
+        "location_emb": (WIDTH, SIZE, ASPECTS),
+        "classifier": (2, SIZE * ASPECTS),
+    }
+    for name, shape in weights.items():
+        shapes |= {f"{name}.weight": shape, f"{name}.bias": shape[:1]}
+    shapes |= {"pool.positional_embedding": (17, 64), "res_l1.1.weight": (1,), "temp": (ASPECTS,)}
+    shapes |= {f"decoder.{key}": tuple(tensor.shape) for key, tensor in torch_decoder().state_dict().items()}
+    return random_tensors(shapes)
+
+
+def stages(prefix: str) -> dict[str, tuple[int, ...]]:
+    """Shapes of the stem and three stages of a ResNet in a `Sequential`."""
+    numbers = {name: number for number, name in CHILDREN.items()}
+    shapes = {}
+    for key, shape in resnet_shapes("", (*BLOCKS, 1)).items():
+        child, _, rest = key.partition(".")
+        if child in numbers:
+            shapes[f"{prefix}{numbers[child]}.{rest}"] = shape
+    return shapes
+
+
+def published_grid(pixels: Tensor, file: Tensors, prefix: str) -> Tensor:
+    """Return the third stage (B, C, 4, 4) of images of 64 pixels."""
+    named = {}
+    for key, tensor in file.items():
+        if key.startswith(prefix):
+            child, _, rest = key.removeprefix(prefix).partition(".")
+            named[f"{CHILDREN[child]}.{rest}"] = tensor
+    return resnet(pixels, named, "", BLOCKS)
+
+
+def published_states(query: Tensor, memory: Tensor, file: Tensors) -> Tensor:
+    """Return (B, Q, D) by torch's decoder."""
+    decoder, prefix = torch_decoder().eval(), "decoder."
+    decoder.load_state_dict({key.removeprefix(prefix): file[key] for key in file if key.startswith(prefix)})
+    return decoder(query.expand(len(memory), -1, -1), memory)
 
 
 def torch_decoder() -> nn.TransformerDecoder:
@@ -56,22 +100,13 @@ def text_file(words: int) -> Tensors:
 def published_scores(pixels: Tensor, queries: Tensor, file: Tensors) -> Tensor:
     """Return the logits (B, Q, 2) of absent and present, as `MedKLIP.forward` of the released code."""
     bare = {key.removeprefix("module."): tensor for key, tensor in file.items()}
-    names = {"0": "conv1", "1": "bn1", "4": "layer1", "5": "layer2", "6": "layer3"}
-    named = {}
-    for key, tensor in bare.items():
-        if key.startswith("res_features."):
-            child, _, rest = key.removeprefix("res_features.").partition(".")
-            named[f"{names[child]}.{rest}"] = tensor
-    grid = resnet(pixels, named, "", BLOCKS).flatten(2).transpose(1, 2)
+    grid = published_grid(pixels, bare, "res_features.").flatten(2).transpose(1, 2)
     memory = linear(F.relu(linear(grid, bare, "res_l1")), bare, "res_l2")
-    decoder = torch_decoder().eval()
-    decoder.load_state_dict({key.removeprefix("decoder."): bare[key] for key in bare if key.startswith("decoder.")})
-    query = linear(queries, bare, "disease_embedding_layer").expand(len(pixels), -1, -1)
-    return linear(decoder(query, memory), bare, "classifier")
+    return linear(published_states(linear(queries, bare, "disease_embedding_layer"), memory, bare), bare, "classifier")
 
 
 def tokenizer() -> Tokenizer:
-    return train_wordpiece(list(ENTITIES.values()), vocab_size=60, min_frequency=1, max_tokens=16)
+    return train_wordpiece([*ENTITIES.values(), "aspect"], vocab_size=60, min_frequency=1, max_tokens=16)
 
 
 def saved(folder: Path, **others: Any) -> list[Path]:
@@ -111,6 +146,39 @@ def test_medklip_import_equals_the_released_scores_of_its_entities(tmp_path: Pat
     }
     assert len(report["text_sha256"]) == len(report["entities_sha256"]) == 64
     assert {key.split(".")[0] for key in report["left_out"]} == {"bert", "cls"}
+
+
+@torch.no_grad()
+def test_mavl_import_equals_the_released_scores_of_its_aspects(tmp_path: Path) -> None:
+    """Presence, place and the pooled vector, from eight sentences of each entity."""
+    sentences = {name: [text, *(f"{text} aspect" * n for n in range(1, ASPECTS))] for name, text in ENTITIES.items()}
+    paths, words, file = saved(tmp_path, entities=sentences), tokenizer(), mavl_file()
+    torch.save({"model": file}, paths[0])
+    model: Any = import_checkpoint("mavl", paths[0], text_file=paths[1], entities=paths[2], tokenizer=words).model
+    assert (model.config.image_size, model.aspects) == (64, ASPECTS)
+    ids, mask = words([text for texts in sentences.values() for text in texts])
+    queries = bert_states(ids, mask, text_file(words.vocab_size), "bert.", 1)[-1][:, 0]
+    pixels = torch.randn(2, 3, 64, 64, generator=torch.Generator().manual_seed(3))
+    grid = published_grid(pixels, file, "backbone.")
+    hidden = F.prelu(F.conv2d(grid, file["res_l1.0.weight"], file["res_l1.0.bias"]), file["res_l1.1.weight"])
+    memory = F.conv2d(hidden, file["res_l2.weight"], file["res_l2.bias"]).flatten(2).transpose(1, 2)
+    states = published_states(linear(queries, file, "disease_embedding_layer"), memory, file)
+    logits = linear(states.reshape(2, len(ENTITIES), -1), file, "classifier")
+    place = F.conv1d(states.transpose(1, 2), file["location_emb.weight"], file["location_emb.bias"], stride=ASPECTS)
+    tokens = grid.flatten(2).transpose(1, 2)
+    tokens = torch.cat([tokens.mean(1, keepdim=True), tokens], 1) + file["pool.positional_embedding"]
+    q, k, v = (linear(tokens, file, f"pool.{name}_proj") for name in "qkv")
+    pooled = linear(attend(q, k, v, 8), file, "pool.c_proj")[:, 0]
+
+    images = model.embed_images(pixels)
+    ours, _ = model.ask(images.local_NPE)
+    torch.testing.assert_close(model.presence(ours), logits, **NEAR)
+    torch.testing.assert_close(model.place(ours), place.transpose(1, 2), **NEAR)
+    torch.testing.assert_close(model.encode_image(pixels), F.normalize(pooled, dim=-1), **NEAR)
+    assert torch.equal(model.logit_scale, file["temp"])
+    paths[2].write_text(json.dumps(ENTITIES))
+    with raises(ConfigError, "malformed", "entities", names="list of 8 sentences"):
+        import_checkpoint("mavl", paths[0], text_file=paths[1], entities=paths[2])
 
 
 def test_medklip_without_a_text_encoder_is_refused_and_its_image_encoder_is_imported(tmp_path: Path) -> None:

@@ -25,6 +25,7 @@ SYSTEMS = {
         "lovt",
         "lxmert",
         "m3ae",
+        "mavl",
         "medclip",
         "medklip",
         "medvill",
@@ -191,6 +192,7 @@ def test_kad_at_224_pixels_may_lack_the_copy_of_its_last_stage() -> None:
     model, _, _ = fitted(meta_tensors(shapes), "kad")
     assert model.image_encoder.feature_dim == 2048
     assert model.image_encoder.patch_dim == 1024
+    assert model.config.fit == "squash"
 
 
 def test_convirt_from_vilmedic_is_imported() -> None:

@@ -31,6 +31,7 @@ LISTS = {
     "lovt": "lovt",
     "lovt_convirt": "convirt_lovt",
     "m3ae": "m3ae",
+    "mavl bioclinicalbert": "mavl",
     "medclip_resnet50": "medclip",
     "medclip_swin_tiny": "medclip",
     "medklip": "medklip_image",

@@ -76,9 +76,9 @@ def import_checkpoint(
         system: name of an importer (`list_importers`), or `open_clip:NAME`.
         file: safetensors, or a file written by `torch.save`; no code in it is run.
         text_file: the text model's file, for systems that were published in two (BioViL, BioViL-T), or without their
-            text encoder (MedKLIP).
-        entities: file with the entities of the system's training, which its checkpoint does not hold (MedKLIP, KAD,
-            ARL).
+            text encoder (MedKLIP, MAVL).
+        entities: file with the entities of the system's training, which its checkpoint does not hold (MedKLIP,
+            MAVL, KAD, ARL).
         tokenizer: the system's tokenizer or its folder; without it, only systems with CLIP's vocabulary take strings.
         out: new folder. A system becomes a checkpoint for `medvl.load`; encoders become folders `image_encoder` and
             `text_encoder` for `load_encoder`. `import.json` lists what was left out and why.

@@ -18,7 +18,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-Change = Literal["none", "transpose", "flatten", "scalar", "conv to linear", "reverse", "drop axis"]
+Change = Literal["none", "transpose", "flatten", "scalar", "conv to linear", "reverse", "drop axis", "kernel to linear"]
 Shapes = Mapping[str, tuple[int, ...]]
 """Shapes of tensors by key."""
 _NORMS = {"gamma": "weight", "beta": "bias"}
@@ -204,6 +204,8 @@ def _change(tensor: Tensor, change: Change) -> Tensor:
         return tensor.flatten(1) if tensor.ndim > 1 else tensor
     if change == "reverse":  # of two classes
         return tensor.flip(0)
+    if change == "kernel to linear" and tensor.ndim == 3:  # a 1-d convolution over all of its input
+        return tensor.transpose(1, 2).flatten(1)
     if change == "drop axis" and tensor.shape[:1] == (1,):
         return tensor[0]
     if change == "scalar" and tensor.numel() == 1:

@@ -145,7 +145,8 @@ IMPORTERS = (
         system=_arl,
         computed=with_own_edges,
         entities=EntityFile(title="entity2id.txt of its data/knowledge", read=with_names, required=True),
-        note="The released code links texts to UMLS by scispaCy; here the names of the file of entities are looked up: "
-        "add synonyms to its lines, with tabs between them. A model of other than six layers is refused.",
+        note="Its authors publish no weights: this is for files of their code, which links texts to UMLS by scispaCy. "
+        "Here the names of the file of entities are looked up: add synonyms to its lines, with tabs between them. A "
+        "model of other than six layers is refused.",
     ),
 )
