@@ -186,7 +186,8 @@ def _build(
             message = f"{importer.name} is imported as encoders: they take no tokenizer"
             raise ConfigError(message, "conflict", field="tokenizer")
         return build_encoders(mapped.shapes, importer.image, importer.text), {}
-    config, more = importer.system(mapped.shapes), {}
+    config = importer.system(mapped.shapes)
+    more: Mapping[str, Tensor] = {}
     if importer.entities is not None and entities is not None:
         config, more = importer.entities.read(config, Path(entities))
     if tokenizer is None and importer.tokenizer is not None:

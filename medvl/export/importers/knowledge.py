@@ -114,7 +114,7 @@ def _entity_layers() -> list[KeyRule]:
         *(drop(f"{_TEXT_LAYERS}.{last - 1}.{name}.**", f"input of the {no_reader}") for name in feed_forward),
         *bert_attention(f"{layer}.knowledge_attention", f"{entities}.attention"),
         *bert_attention(f"{layer}.knowledge_crossattention", f"{entities}.cross_attention"),
-        *bert_feed_forward(*(f"{layer}.{name}" for name in feed_forward), f"{entities}.feed_forward"),
+        *bert_feed_forward(f"{layer}.{feed_forward[0]}", f"{layer}.{feed_forward[1]}", f"{entities}.feed_forward"),
         keep(f"{layer}.image2knowledge.*", f"{entities}.from_image.*"),
         keep(f"{layer}.knowledge2text.*", f"{entities}.to_text.*"),
         keep(f"{layer}.knowledge_fusion_output.dense.*", "fusion.text_layers.*.merge.*"),
