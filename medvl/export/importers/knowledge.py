@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from medvl.common.files import sha256
-from medvl.common.untrusted import ANYWHERE
+from medvl.common.untrusted import ANYWHERE, read_limited
 from medvl.data.knowledge.finder import EntityFinder
 from medvl.errors import ConfigError, WeightsError
 from medvl.export.importers.encoders_from_shapes import attention_heads
@@ -27,6 +27,7 @@ from medvl.models.fusion_encoders.arl import ARLConfig
 from medvl.models.fusion_encoders.parts.knowledge import GraphSizes
 
 _LAYERS = 6
+_MAX_BYTES = 1 << 28
 _GRAPH, _TEXT_LAYERS = "align_head.graph.", "multi_modal_language_layers"
 _EDGES = f"{_GRAPH}edges_2M"
 
@@ -71,7 +72,7 @@ def with_names(config: Any, path: Path) -> tuple[Any, dict[str, Tensor]]:
     """
     try:
         with ANYWHERE.open(path, ConfigError) as file:
-            lines = file.read().decode().splitlines()[1:]
+            lines = read_limited(file, _MAX_BYTES, ConfigError).decode().splitlines()[1:]
         rows = [line.split("\t") for line in lines if line.strip()]
         names = [(name, int(number)) for _, number, first, *more in rows for name in (first, *more)]
     except FileNotFoundError:
