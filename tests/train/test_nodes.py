@@ -21,7 +21,8 @@ def start_agent(endpoint: str, folder: Path, *, host: bool = False, **environmen
     """Start the agent of one node, as `examples/cluster` does."""
     command = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "2"]
     command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", endpoint, "--rdzv-id", "run", "--max-restarts", "3"]
-    command += ["--rdzv-conf", f"is_host={int(host)}"]  # both nodes have the address of this machine
+    conf = f"is_host={int(host)},keep_alive_interval=2"  # both nodes have the address of this machine
+    command += ["--rdzv-conf", conf]
     return subprocess.Popen(
         [*command, str(node_ranks.__file__), str(folder)],
         stdout=subprocess.DEVNULL,
