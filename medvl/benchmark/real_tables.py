@@ -21,8 +21,10 @@ from medvl.common.files import write_atomic
 from medvl.common.untrusted import parse_json
 from medvl.data.annotations.boxes import read_corners, region_fields
 from medvl.data.annotations.mask_rle import encode_runs
+from medvl.data.reports.labeler import label_report
 from medvl.data.text_tasks.tasks import TASKS
 from medvl.errors import ConfigError
+from medvl.schema import FINDINGS
 
 _REGIONS = ("Head", "Spine and Muscles", "Thorax", "Abdomen", "Reproductive and Urinary System")
 _CAUSES = ("COVID-19", "Bacterial", "Fungal")
@@ -98,9 +100,17 @@ def _nih(real: Path) -> Iterator[Row]:
 
 
 def _sentences(real: Path) -> Iterator[Row]:
-    """Yield MedPix, the radiographs with texts, and NIH's images with their labels as sentences, no box's patient."""
-    yield from _medpix(real)
-    yield from _radiographs(real)
+    """Yield MedPix, the radiographs with texts, and NIH's with their labels as sentences, but patients with boxes.
+
+    Radiographs have the labels that `label_report` finds in their texts.
+    """
+    unknown = dict.fromkeys(FINDINGS)
+    yield from (row | unknown for row in _medpix(real))
+    for row in (*_radiographs(real), *_nih_sentences(real)):
+        yield row | unknown | label_report(row["impression"])
+
+
+def _nih_sentences(real: Path) -> Iterator[Row]:
     with_boxes = {row["patient"] for row in _boxes(real)}
     for row in _lines(real / "cxr/cxr.jsonl"):
         if row["source"] == "nih-chestxray14" and row["patient_id"] not in with_boxes:

@@ -77,6 +77,10 @@ def test_labels_become_sentences_but_those_of_patients_with_boxes(
         "r": "There is no lung opacity, pleural effusion, pneumothorax or cardiomegaly.",
         "s": "There is hernia.",
     }
+    labels = {row["patient"]: {name: row[name] for name in ("Lung Opacity", "Pneumonia")} for row in rows}
+    assert labels["q"] == {"Lung Opacity": 1, "Pneumonia": 1}
+    assert labels["r"] == {"Lung Opacity": 0, "Pneumonia": None}
+    assert labels["m"] == {"Lung Opacity": None, "Pneumonia": None}
 
 
 def test_masks_are_those_of_the_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
