@@ -2,10 +2,11 @@
 
 The published ones keep their faults, because a number can only be reproduced with its own rule:
 
-* `vqa_v2` (M3AE, METER, LLaVA-Med, after the VQA v2 challenge) removes the words a, an, the anywhere, so "A/P" becomes
-  "p" and "vitamin A" becomes "vitamin". Its table of English contractions is omitted: no answer of VQA-RAD is in it.
-* `mevf` (MEVF, PubMedCLIP) is `vqa_v2` with "x ray" written as one word.
-* `mumc` (MUMC, M2I2) deletes all punctuation, so "3.5 cm" becomes "35 cm" and "cardiomegaly;edema" one word.
+* `vqa_v2` (M3AE, METER, M2I2, LLaVA-Med, after the VQA v2 challenge) removes the words a, an, the anywhere, so "A/P"
+  becomes "p" and "vitamin A" becomes "vitamin". Its table of English contractions is omitted: no answer of VQA-RAD is
+  in it.
+* `mevf` (MEVF, PubMedCLIP) is `vqa_v2` with "x ray" written as one word. M2I2 trains with these answers, too.
+* `mumc` (MUMC) deletes all punctuation, so "3.5 cm" becomes "35 cm" and "cardiomegaly;edema" one word.
 * `lower` lowercases and strips, `raw` only strips.
 """
 

@@ -188,6 +188,9 @@ def _ceiling(evaluated: VQAData, protocol: VQAProtocol, vocabulary: AnswerVocabu
     credits = []
     for question in evaluated.questions:
         right = protocol.accepted(question)
+        if known is not None and protocol.match == "part_of":
+            credits.append(float(any(answer in one for one in right for answer in known)))
+            continue
         possible = right if known is None else right & known
         credits.append(max((protocol.credit(answer, question) for answer in possible), default=0.0))
     return np.array(credits)

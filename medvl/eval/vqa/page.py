@@ -33,6 +33,7 @@ _CLOSED = {
 _RIGHT = {
     "exact": "equal to the data set's answer",
     "any_of": "equal to any of the data set's alternatives",
+    "part_of": "equal to the data set's answer or to a part of it",
     "llava_med": "as in LLaVA-Med v1.0",
 }
 LIMITS = (
@@ -114,7 +115,7 @@ def _facts(result: VQAResult, header: PageHeader) -> list[tuple[str, str]]:
         "Questions": hashed(_questions(result), inputs.get("questions")),
         "Answers": vocabulary,
         "Correct": f"{_RIGHT[rules['match']]}, after normalization ({rules['normalizer']})",
-        "Included": phrasing and f"{phrasing} questions only",
+        "Included": phrasing and f"of VQA-RAD, {phrasing} questions only",
         "Closed": _CLOSED[rules["closed"]],
         "Intervals": f"95%, {config['resamples']:,} resamples of images, seed {config['seed']}",
         "Baselines": "fitted on the questions of train alone",

@@ -15,7 +15,7 @@ from medvl.errors import EvaluationError
 from medvl.eval.vqa.answer_normalization import NORMALIZER, get_normalizer
 
 Closed = Literal["field", "yes_no", "predicted"]
-Match = Literal["exact", "any_of", "llava_med"]
+Match = Literal["exact", "any_of", "part_of", "llava_med"]
 PROTOCOL = "medvl"
 """Protocol of comparable numbers."""
 
@@ -30,12 +30,13 @@ class VQAProtocol:
     vocabulary: tuple[str, ...] = ("train",)
     """Splits whose answers form a classifier's vocabulary; empty for models that generate answers."""
     phrasing: tuple[str, ...] = ()
-    """Phrasings of the included questions (VQA-RAD: freeform, para); empty includes all."""
+    """Phrasings of the included questions of VQA-RAD (freeform, para, frame); empty includes all. Other corpora have no
+    phrasings, and all of their questions are included."""
     closed: Closed = "field"
     """A question is closed by the dataset's field, if its answer is yes or no, or as predicted by the model."""
     match: Match = "exact"
     """Equal after normalization; equal to any alternative (VQA-Med 2019: separated by `#`, with optional parts in
-    brackets); or as in LLaVA-Med v1.0."""
+    brackets); equal to the right answer or to a part of it (MUMC); or as in LLaVA-Med v1.0."""
     flaw: str = ""
     """Why its numbers are not comparable; empty for comparable ones."""
 
@@ -48,7 +49,8 @@ class VQAProtocol:
 
     def includes(self, question: Question) -> bool:
         """Return whether the question is in the denominator."""
-        return not self.phrasing or question.phrasing in self.phrasing
+        has_phrasing = question.phrasing in _RAD_PHRASINGS
+        return not (self.phrasing and has_phrasing) or question.phrasing in self.phrasing
 
     def is_closed(self, question: Question, predicted_type: str | None = None) -> bool:
         """Return whether the question is closed. Raises EvaluationError if a required predicted type is missing."""
@@ -77,10 +79,13 @@ class VQAProtocol:
         normalized, accepted = self.normalize(answer), self.accepted(question)
         if self.match == "llava_med" and accepted:
             return _llava_med(normalized, min(accepted), question.answer_type)
+        if self.match == "part_of":
+            return float(any(normalized in right for right in accepted))
         return float(normalized in accepted)
 
 
 _BRACKETS = re.compile(r"\([^()]*\)")
+_RAD_PHRASINGS = ("freeform", "para", "frame")
 
 
 def _llava_med(answer: str, right: str, answer_type: str) -> float:
@@ -113,16 +118,20 @@ _ALL = (
     ),
     VQAProtocol(
         name="mumc",
+        version=2,
         normalizer="mumc",
         vocabulary=_EVERY_SPLIT,
-        flaw="test answers are in the vocabulary; the normalizer joins lists and removes decimal points",
+        match="part_of",
+        flaw='test answers are in the vocabulary; part of the right answer is enough ("no" for "normal"); '
+        "the normalizer joins lists and removes decimal points",
     ),
     VQAProtocol(
         name="m2i2",
-        normalizer="mumc",
+        version=2,
+        normalizer="vqa_v2",
         vocabulary=_EVERY_SPLIT,
         phrasing=("freeform",),
-        flaw="as mumc, and includes freeform questions only",
+        flaw="test answers are in the vocabulary; includes freeform questions only",
     ),
     VQAProtocol(
         name="yes_no", closed="yes_no", flaw="counts closed questions with answers other than yes and no as open"

@@ -252,6 +252,14 @@ def test_mevf_protocol_includes_freeform_questions_only():
         evaluate_answers(DATA, GOLD, protocol=none)
 
 
+def test_phrasings_of_vqa_rad_leave_out_no_question_of_other_corpora():
+    """M2I2's numbers on SLAKE, whose questions are "vqa" or "kvqa", count all of them."""
+    for name in ("m2i2", "mevf"):
+        assert [get_protocol(name).includes(make_question("1", "?", "no", phrasing=kind)) for kind in (
+            "vqa", "kvqa", "", "freeform", "para", "frame",
+        )] == [True, True, True, True, False, False]  # fmt: skip
+
+
 def test_yes_no_protocol_counts_other_closed_questions_as_open():
     result = evaluate_answers(DATA, GOLD, protocol="yes_no", resamples=0)
     assert (row(result, "closed").n, row(result, "open").n) == (2, 4)
@@ -285,6 +293,36 @@ def test_llava_med_credits_substrings(answer, gold, credit):
     assert get_protocol("medvl").credit(answer, make_question("1", "?", gold, answer_type="closed")) == (
         answer == "MRI"
     )
+
+
+@pytest.mark.parametrize(
+    ("answer", "gold", "credit"),
+    [("right", "Right lung", 1), ("no", "normal", 1), ("3.5", "35 cm", 1), ("", "CT", 1), ("right lung", "right", 0),
+     ("yes", "no", 0), ("yes", "", 0), ("", "", 0)],
+)  # fmt: skip
+def test_mumc_credits_parts_of_the_right_answer(answer, gold, credit):
+    assert get_protocol("mumc").credit(answer, make_question("1", "?", gold)) == credit
+
+
+def test_ceiling_counts_parts_of_answers_where_the_protocol_does():
+    """ "left lung" and "CT" are not in the vocabulary, but "left" and "c" are."""
+    vocabulary = AnswerVocabulary(("yes", "no", "left", "axial", "c"), "mumc", ("train",))
+    ceilings = [
+        row(
+            evaluate_answers(DATA, GOLD, protocol=get_protocol(name), vocabulary=vocabulary, resamples=0),
+            "overall",
+            "ceiling",
+        )
+        for name in ("mumc", "m3ae")
+    ]
+    assert [ceiling.value for ceiling in ceilings] == pytest.approx([5 / 6, 3 / 6])
+
+
+def test_m2i2_compares_by_the_rules_of_vqa_v2():
+    credit = get_protocol("m2i2").credit
+    assert credit("35 cm", make_question("1", "how large?", "3.5 cm")) == 0
+    assert credit("two right lungs", make_question("1", "where?", "2 right lungs")) == 1
+    assert credit("right", make_question("1", "where?", "right lung")) == 0
 
 
 def test_llava_med_token_recall_rewards_long_answers():
@@ -349,3 +387,13 @@ def test_llava_med_credits_a_constant_word_on_closed_questions(rad, answer, clos
     assert row(result, "closed", "ceiling").value == pytest.approx(0.934, abs=5e-4)  # the score of a perfect model
     honest = evaluate_answers(rad, constant_predictions(ids, answer), resamples=0)
     assert row(honest, "closed").value < 0.01
+
+
+@pytest.mark.real
+def test_mumc_credits_the_constant_no_for_answers_that_contain_it(rad):
+    ids = [question.id for question in rad.part("test").questions]
+    values = [
+        row(evaluate_answers(rad, constant_predictions(ids, "no"), protocol=name, resamples=0), "overall").value
+        for name in ("mumc", "m3ae")
+    ]
+    assert values == pytest.approx([0.317, 0.295], abs=5e-4)
