@@ -13,9 +13,9 @@ every text is absent, in the second every image. `--data.fraction` selects a fra
 `--init-from` is a checkpoint of a fusion-encoder, of a head on one, or of a dual-encoder; above the encoders of the
 last, `--model` is trained from scratch.
 
-Preset `paper`: 5e-5 for 6 epochs, batch 18, a linear schedule with a warm-up of a tenth, the head Linear, GELU,
-LayerNorm, Linear. Differences: the paper has no validation data and its mean is without "Normal" (here No Finding);
-AdamW instead of BertAdam; starting from a checkpoint that this recipe does not train.
+Preset `paper`: 5e-5 for 6 epochs, batch 18, a linear schedule with a warm-up of a tenth, reports of 128 tokens, the
+head Linear, GELU, LayerNorm, Linear. Differences: the paper has no validation data and its mean is without "Normal"
+(here No Finding); AdamW instead of BertAdam; starting from a checkpoint that this recipe does not train.
 
 Presets `tiny`, `tiny-image`, `tiny-text`: the phantom in the layout of Open-i, made by
 
@@ -43,6 +43,7 @@ from medvl.train import (
 
 paper = ClassifierRecipe(
     init_from=Path("runs/m3ae/best"),
+    max_tokens=128,
     model=DualStreamConfig(),
     data=ClassificationDataConfig(
         train=Path("shards/openi/train"), valid=Path("shards/openi/validate"), image=EvalTransform(size=288)

@@ -6,9 +6,9 @@
     medvl eval retrieval --checkpoint runs/convirt/best --rerank runs/retrieval/best --data shards/roco/test
 
 Preset `paper`: M3AE on ROCO: 15 false texts for each image, softmax over 16, batch 256, 10 epochs, 5e-6 under a linear
-schedule with a warm-up of a tenth, fusion-encoder and head at 5 times that rate. Differences: false texts are those of
-the batch of a device, so that a device needs 16 pairs or more; texts have the length of the checkpoint, 64 tokens in
-M3AE where its released fine-tuning has 40; `best` has the lowest validation loss.
+schedule with a warm-up of a tenth, fusion-encoder and head at 5 times that rate, texts of 40 tokens. Differences: false
+texts are those of the batch of a device, so that a device needs 16 pairs or more; `best` has the lowest validation
+loss.
 """
 
 import dataclasses
@@ -30,6 +30,8 @@ class Recipe:
     """Checkpoint of a fusion-encoder, or of a head on one."""
     negatives: int = 15
     """False texts for each image."""
+    max_tokens: int | None = None
+    """Maximum length of a text; None is that of the checkpoint."""
     head_lr_mult: float | None = None
     """Learning rate of the head, as a multiple of the encoders'; None is 5."""
     data: DataConfig
@@ -39,6 +41,7 @@ class Recipe:
 
 paper = Recipe(
     init_from=Path("runs/m3ae/best"),
+    max_tokens=40,
     data=DataConfig(
         train="shards/roco/train",
         valid=Path("shards/roco/validation"),
@@ -85,6 +88,7 @@ def prepare(recipe: Recipe) -> "Run":
         model = create_retrieval(
             recipe.init_from,
             image_size=recipe.data.image.size,
+            max_tokens=recipe.max_tokens,
             negatives=recipe.negatives,
             head_lr_mult=recipe.head_lr_mult,
         )

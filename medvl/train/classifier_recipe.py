@@ -33,6 +33,9 @@ class ClassifierRecipe:
     and "image"."""
     head: Literal["mlp", "meter", "linear"] = "mlp"
     target: Literal["multi_label", "single_label"] = "multi_label"
+    max_tokens: int | None = None
+    """With `init_from`: maximum length of a text, which may be above that of the pretraining; None is that of the
+    checkpoint."""
     head_lr_mult: float = 1.0
     """Learning rate of the head, as a multiple of the encoders'."""
     uncertain: Literal["ignore", "zeros", "ones", "per_class"] = "ignore"
@@ -92,7 +95,12 @@ def fused_classification(recipe: str, settings: ClassifierRecipe, apply: ApplyPo
         else:
             size = settings.data.image.size
             model = create_fused_classifier(
-                settings.init_from, labels, fusion=settings.model, image_size=size, **choices
+                settings.init_from,
+                labels,
+                fusion=settings.model,
+                image_size=size,
+                max_tokens=settings.max_tokens,
+                **choices,
             )
     data = open_classification(settings.data, model, apply, settings.train.micro_batch)
     return Run(recipe=recipe, settings=settings, model=model, data=data)

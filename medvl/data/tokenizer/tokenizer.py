@@ -15,6 +15,7 @@ when a loader forks its workers afterwards.
 """
 
 import collections
+import copy
 import dataclasses
 import functools
 import json
@@ -140,6 +141,10 @@ class Tokenizer:
     def has_pairs(self) -> bool:
         """Whether pairs have one closing token each, as in BERT and ALBERT."""
         return self._loaded.cleaning is None and bool(self._backend.num_special_tokens_to_add(True) == 3)
+
+    def with_max_tokens(self, max_tokens: int) -> "Tokenizer":
+        """Return a copy with another maximum length. Raises ConfigError for one below 3."""
+        return Tokenizer(copy.deepcopy(self._loaded), max_tokens=max_tokens)
 
     def truncates(self, text: str) -> bool:
         """Return whether a text is longer than `max_tokens`, so that encoding it truncates it."""

@@ -153,6 +153,7 @@ def create_fused_classifier(
     *,
     fusion: FusionConfig | None = None,
     image_size: int | None = None,
+    max_tokens: int | None = None,
     modalities: Modalities = "image_text",
     head: ClassifierHead = "mlp",
     target: Target = "multi_label",
@@ -166,11 +167,12 @@ def create_fused_classifier(
         labels: names of the columns.
         fusion: sizes of that new fusion-encoder; its settings of the encoders are replaced by those of `start`.
         image_size: side of the images in pixels, to which learned positions are interpolated; None is that of `start`.
+        max_tokens: maximum length of a text, which may be above that of the pretraining; None is that of `start`.
         modalities, head, target, head_lr_mult: see `FusedClassifierConfig`.
 
     Raises:
         CheckpointError: `start` is not a complete checkpoint.
-        ConfigError: a choice is unknown, or the image size does not fit the model.
+        ConfigError: a choice is unknown, or the image size or the length of texts does not fit the model.
     """
-    model = open_fusion(start, fusion, image_size)
+    model = open_fusion(start, fusion, image_size, max_tokens)
     return FusedClassifier.on(model, labels, modalities=modalities, head=head, target=target, head_lr_mult=head_lr_mult)

@@ -109,7 +109,12 @@ def described_fusion(fusion_model: FusionModel) -> dict[str, Any]:
     }
 
 
-def open_fusion(start: Path | str, fusion: FusionConfig | None = None, image_size: int | None = None) -> FusionModel:
+def open_fusion(
+    start: Path | str,
+    fusion: FusionConfig | None = None,
+    image_size: int | None = None,
+    max_tokens: int | None = None,
+) -> FusionModel:
     """Load the fusion-encoder of a checkpoint for a new head.
 
     Args:
@@ -117,10 +122,12 @@ def open_fusion(start: Path | str, fusion: FusionConfig | None = None, image_siz
             new fusion-encoder.
         fusion: sizes of that new fusion-encoder; its settings of the encoders are replaced by those of `start`.
         image_size: side of the images in pixels, to which learned positions are interpolated; None is that of `start`.
+        max_tokens: maximum length of a text; None is that of `start`.
 
     Raises:
         CheckpointError: `start` is not a complete checkpoint.
-        ConfigError: `start` is a dual-encoder and `fusion` is None, or the image size does not fit the model.
+        ConfigError: `start` is a dual-encoder and `fusion` is None, or the image size or the length of texts does not
+            fit the model.
     """
     model = load(start)
     if isinstance(model, FusionTask):
@@ -130,7 +137,20 @@ def open_fusion(start: Path | str, fusion: FusionConfig | None = None, image_siz
             message = f"{start} is a {model.name} without a fusion-encoder; give the sizes of one"
             raise ConfigError(message, "missing", field="fusion")
         model = _on_towers(model, fusion, start)
-    return model if image_size is None else at_image_size(model, image_size)
+    model = model if image_size is None else at_image_size(model, image_size)
+    return model if max_tokens is None else _at_max_tokens(model, max_tokens)
+
+
+def _at_max_tokens(model: FusionModel, max_tokens: int) -> FusionModel:
+    """Make the model read texts of that length, also longer ones than its pretraining did. It is not copied."""
+    longest = model.text_encoder.max_tokens
+    if max_tokens > longest:
+        message = f"max_tokens must be at most {longest} (positions of {model.config.text_encoder}), got {max_tokens}"
+        raise ConfigError(message, "too_large", field="max_tokens")
+    model.config = dataclasses.replace(model.config, max_tokens=max_tokens)
+    if model.tokenizer is not None:
+        model.tokenizer = model.tokenizer.with_max_tokens(max_tokens)
+    return model
 
 
 def _on_towers(model: System, fusion: FusionConfig, start: Path | str) -> FusionModel:

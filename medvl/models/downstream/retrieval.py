@@ -126,10 +126,16 @@ def sample_texts(ids_NT: Tensor, negatives: int) -> tuple[Tensor, Tensor]:
 
 
 def create_retrieval(
-    start: Path | str, *, image_size: int | None = None, negatives: int = 15, head_lr_mult: float | None = None
+    start: Path | str,
+    *,
+    image_size: int | None = None,
+    max_tokens: int | None = None,
+    negatives: int = 15,
+    head_lr_mult: float | None = None,
 ) -> RetrievalModel:
     """Create a retrieval model from the checkpoint of a fusion-encoder, or of a head on one.
 
-    Raises CheckpointError and ConfigError as `create_fused_classifier`.
+    Arguments and errors (CheckpointError, ConfigError) are those of `create_fused_classifier` and `RetrievalConfig`.
     """
-    return RetrievalModel.on(open_fusion(start, None, image_size), negatives=negatives, head_lr_mult=head_lr_mult)
+    model = open_fusion(start, None, image_size, max_tokens)
+    return RetrievalModel.on(model, negatives=negatives, head_lr_mult=head_lr_mult)

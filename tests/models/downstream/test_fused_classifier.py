@@ -17,7 +17,7 @@ from medvl.cli import main as cli
 from medvl.data.transforms.image import EvalTransform
 from medvl.errors import ConfigError
 from medvl.eval import LabelPolicy, classify
-from medvl.models import FusedClassifier, create_fused_classifier, create_vqa
+from medvl.models import FusedClassifier, create_fused_classifier, create_retrieval, create_vqa
 from medvl.models.checkpoint import load, save
 from medvl.models.fusion_encoders.streams import DualStreamConfig
 from medvl.schema import Batch
@@ -158,6 +158,27 @@ def test_checkpoints_start_other_heads(tmp_path: Path) -> None:
     )
     with raises(ConfigError, "missing", "fusion"):
         create_fused_classifier(tmp_path / "dual", LABELS)
+
+
+def test_texts_can_be_longer_than_in_pretraining(tmp_path: Path) -> None:
+    """M3AE reads 64 tokens of captions in pretraining, and 128 of MELINDA's."""
+    start, report = tiny_model("dual_stream", TOKENIZER), ["small left effusion " * 20]
+    save(start, tmp_path)
+    before = create_fused_classifier(tmp_path, LABELS)
+    longer = create_fused_classifier(tmp_path, LABELS, max_tokens=56)
+    assert before.config.max_tokens == start.config.max_tokens == 50
+    (tmp_path / "longer").mkdir()
+    save(longer, tmp_path / "longer")
+    retrieval = create_retrieval(tmp_path, max_tokens=56)
+    for model in (longer, load(tmp_path / "longer"), retrieval):
+        assert model.config.max_tokens == 56
+        assert model.tokenizer is not None
+        assert model.tokenizer(report)[0].shape == (1, 56)
+    assert before.tokenizer is not None
+    assert before.tokenizer(report)[0].shape == (1, 50)
+    assert TOKENIZER(report)[0].shape == (1, 62)  # not changed either
+    with raises(ConfigError, "too_large", "max_tokens"):
+        create_fused_classifier(tmp_path, LABELS, max_tokens=start.text_encoder.max_tokens + 1)
 
 
 @pytest.mark.parametrize(
