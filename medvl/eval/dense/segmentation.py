@@ -255,8 +255,8 @@ def _details(
 
 
 def _empty_prediction_dice(areas: MaskAreas, empty: EmptyRule) -> float:
-    """Return the mean Dice of predicting nothing: high under the challenge's rule if most images are normal."""
-    return float((areas.truth_N == 0).mean()) if empty == "one_if_both_empty" else 0.0
+    """Return the mean Dice of predicting nothing: high if most images are normal, unless these are skipped."""
+    return 0.0 if empty == "skip_empty" else float((areas.truth_N == 0).mean())
 
 
 def _by_label(images: Sequence[SegmentedImage], labels: Sequence[str]) -> dict[str, MaskAreas]:

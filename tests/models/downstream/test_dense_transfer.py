@@ -250,7 +250,9 @@ def test_segmenter_marks_squares_under_both_rules(shards: Path, trained: dict[st
     assert np.mean(means) == pytest.approx(result.results.row("dice", "Mass").value)
     smaller = mask_segmentation(model, test, valid_loader=valid, side=SIDE, resamples=0)
     assert smaller.results.row("dice", "Mass").value == pytest.approx(np.mean(means), abs=0.05)
-    fixed = mask_segmentation(model, test, resamples=0)
+    fixed = mask_segmentation(model, test, empty="lvit", resamples=0)
+    assert fixed.results.details["empty_prediction_dice"] == details["empty_prediction_dice"]
+    assert skipping.results.details["empty_prediction_dice"] == {"Mass": 0.0}
     assert fixed.results.config["threshold_source"] == "fixed"
     assert fixed.thresholds["Mass"].threshold == 0.5
     with pytest.raises(SplitError):
