@@ -6,9 +6,9 @@ If both the annotated and the predicted mask are empty, Dice is 0 / 0. Its value
   images are evaluated, so false positives in normal images lower the mean.
 * "skip_empty": images whose annotated mask is empty are left out. Published numbers without a stated rule often use
   this one, which ignores false positives in normal images.
-* "lvit": LViT's code in training. Dice is smoothed, (2 |both| + 1e-5) / (|prediction| + |truth| + 1e-5), hence 1 if both
-  masks are empty; IoU is then 0 (scikit-learn's default). Its test script, from which its numbers are, adds the 1e-5
-  below only, so that Dice is 0 as well; where all images have a mask, the two agree.
+* "lvit": LViT's code in training. Dice is smoothed, (2 |both| + 1e-5) / (|prediction| + |truth| + 1e-5), hence 1 if
+  both masks are empty; IoU is then 0 (scikit-learn's default). Its test script, from which its numbers are, adds the
+  1e-5 below only, so that Dice is 0 as well; where all images have a mask, the two agree.
 
 Pooled Dice and IoU count the pixels of all images together; no rule is needed.
 

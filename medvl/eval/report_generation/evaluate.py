@@ -26,7 +26,7 @@ from medvl.eval.core.metric_rows import MetricGroup, measure
 from medvl.eval.core.results import Results, format_table
 from medvl.eval.report_generation.cider import Cider
 from medvl.eval.report_generation.clinical_f1 import METRICS, Uncertain, clinical_metrics, positive_findings
-from medvl.eval.report_generation.nlg_metrics import MEANS, overlap_metrics, report_scores, words
+from medvl.eval.report_generation.nlg_metrics import MEANS, WITH_STOPS, overlap_metrics, report_scores, words
 
 OTHER_IMAGES = "baseline: other images"
 """Subgroup of the rows in which every image has the report generated for another one: the score without the image."""
@@ -67,8 +67,12 @@ class ReportResult:
     """Reports of the same images by other decodings."""
 
     def table(self) -> str:
-        """Return tables of n-gram overlap and of findings, with the baselines, and the number of distinct texts."""
-        overlap = [row for row in self.results.rows if row.metric not in METRICS]
+        """Return tables of n-gram overlap and of findings, with the baselines, and the number of distinct texts.
+
+        The metrics in which full stops are words come after the findings.
+        """
+        with_stops = [row for row in self.results.rows if row.metric.endswith(WITH_STOPS)]
+        overlap = [row for row in self.results.rows if row.metric not in METRICS and row not in with_stops]
         findings = [
             row
             for row in self.results.rows
@@ -80,7 +84,7 @@ class ReportResult:
         distinct = (
             f"distinct texts of {details['reports']:,}: {counts}, {details['distinct_references']:,} (references)"
         )
-        tables = [format_table(rows) for rows in (overlap, findings)]
+        tables = [format_table(rows) for rows in (overlap, findings, with_stops)]
         cut = details.get("references_cut_in_training")
         lines = (
             [distinct]

@@ -23,13 +23,20 @@ from medvl.data.transforms.text import WholeText
 from medvl.errors import ConfigError, EvaluationError
 from medvl.eval import GeneratedReport, ReportEval, evaluate_reports, generate_reports, read_results, write_report_page
 from medvl.eval.core.bootstrap import bootstrap_indices
+from medvl.eval.core.metric_rows import measure
 from medvl.eval.core.publish import PageHeader
 from medvl.eval.report_generation import generate
 from medvl.eval.report_generation.cider import Cider
 from medvl.eval.report_generation.clinical_f1 import positive_findings
 from medvl.eval.report_generation.consensus import mbr_select
 from medvl.eval.report_generation.evaluate import OTHER_IMAGES
-from medvl.eval.report_generation.nlg_metrics import common_subsequence, report_scores, words
+from medvl.eval.report_generation.nlg_metrics import (
+    common_subsequence,
+    overlap_metrics,
+    report_scores,
+    words,
+    words_and_stops,
+)
 from medvl.models.checkpoint import save
 from medvl.models.fusion_encoders.medvill import MedViLL
 from medvl.models.text_decoding import Decoding
@@ -73,6 +80,30 @@ def pairs() -> list[GeneratedReport]:
 )
 def test_words_are_normalized(text: str, expected: list[str]) -> None:
     assert words(text) == expected
+
+
+@pytest.mark.real
+def test_metrics_with_stops_count_full_stops_as_published(real_data: Path) -> None:
+    """COCO's code on these reports, split at spaces, as their authors score them: stops as words are all of the gap."""
+    for name, published in (("aamn", (0.4664, 0.3041, 0.2120, 0.1551)), ("hi_ia", (0.4079, 0.2717, 0.1999, 0.1525))):
+        folder = real_data / "generated_reports_iu" / name
+        references, generated = ((folder / f"{part}.csv").read_text().splitlines() for part in ("gts", "res"))
+        rows = measure(overlap_metrics(generated, references), len(references), resamples=0)
+        values = {row.metric: row.value for row in rows}
+        with_stops = [values[f"corpus_bleu_{order}_with_stops"] for order in range(1, 5)]
+        assert with_stops == pytest.approx(published, abs=1e-3)
+        assert values["corpus_bleu_1"] < published[0] - 0.03
+        assert values["mean_rouge_l_beta_1.2"] < values["mean_rouge_l_beta_1.2_with_stops"] - 0.03
+
+
+def test_words_and_stops_of_a_text() -> None:
+    text = "Heart: normal. 3.2 cm nodule... No effusion . . ok"
+    assert " ".join(words_and_stops(text)) == "heart normal . 3 . 2 cm nodule . no effusion . ok"
+    assert [word for word in words_and_stops("no mass.\n___ 12. a") if word != "."] == words("no mass.\n___ 12. a")
+    generated, references = ["No effusion. Normal heart.", "Clear."], ["no effusion . Normal heart .", "clear ."]
+    results = evaluate_reports(generated_reports(generated, references), resamples=0).results
+    for order in range(1, 3):
+        assert results.row(f"corpus_bleu_{order}_with_stops", "report").value == pytest.approx(1)
 
 
 def test_bleu_equals_nltk_corpus_bleu(pairs: list[GeneratedReport]) -> None:
