@@ -116,6 +116,9 @@ class DecoderHead(nn.Module):
     It reads `FusionModel.answer_memory`. Answers with equal tokens are one answer to this head, which returns the first
     of them. An answer with a word unknown to the tokenizer can be ranked, but is never written.
 
+    ALBEF, M2I2 and MUMC also learn the soft targets of a moving average of the model in fine-tuning (momentum
+    distillation); this head learns the answers alone.
+
     Raises ConfigError if the model has no tokenizer, an answer has no token, or the sizes do not fit.
     """
 
