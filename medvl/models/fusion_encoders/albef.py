@@ -37,9 +37,10 @@ class ALBEF(AlignedFusionModel):
     As published, the text encoder is the lower half of a BERT; the upper half, with cross-attention to the image tokens
     added to each layer, is the fusion-encoder. With `pretrained` it starts from BERT's upper half.
 
-    Deviations: the contrastive loss is computed over all ranks, with images of one study as positives; hard negatives
-    are sampled by the model's own similarities, never from the same study or text; the queue starts empty instead of
-    with noise; the word head starts at random; special tokens are never masked.
+    Deviations: the image encoder starts from timm's ViT instead of DeiT, with pixels normalised as its weights expect
+    instead of by CLIP's statistics; the contrastive loss is computed over all ranks, with images of one study as
+    positives; hard negatives are sampled by the model's own similarities, never from the same study or text; the queue
+    starts empty instead of with noise; the word head starts at random; special tokens are never masked.
     """
 
     Config = ALBEFConfig
