@@ -70,7 +70,7 @@ def overlap_metrics(generated: Sequence[str], references: Sequence[str], *, subg
 
 def stop_metrics(pairs: Sequence[tuple[list[str], list[str]]], *, subgroup: str = "") -> list[MetricGroup]:
     """Return the metrics in which a full stop is a word, of pairs from `words_and_stops`."""
-    rouge_N1 = np.array([[_f_measure(common_subsequence(*pair), *map(len, pair), 1.2)] for pair in pairs])
+    rouge_N1 = np.array([[_f_measure(common_subsequence(a, b), len(a), len(b), 1.2)] for a, b in pairs])
     rouge = mean_metrics(f"mean_rouge_l_beta_1.2{WITH_STOPS}", rouge_N1, [REPORT], subgroup=subgroup)
     return [bleu_metrics(pairs, subgroup=subgroup, ending=WITH_STOPS), rouge]
 
