@@ -201,6 +201,13 @@ def update_mean(batch: Batch, total: Tensor, count: Tensor) -> Tensor:
     return mean_of(total, count if mean is None else mean)
 
 
+def zero_loss(model: nn.Module) -> Tensor:
+    """Return 0 with zero gradients for all trained parameters, so that DDP does not wait for those that are unused."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    # Sharded parameters (FSDP) are of another type, and no rank waits for their gradients.
+    return 0 * torch.stack([parameter.flatten()[0] for parameter in trained if type(parameter) is nn.Parameter]).sum()
+
+
 def complete_rows(batch: Batch) -> Tensor:
     """Return (N,) int64: the rows of a batch that have both an image and a text."""
     complete_B = torch.ones_like(batch.mask_BT[:, 0])

@@ -10,9 +10,9 @@ from medvl import losses
 from medvl.common.checks import check_choice
 from medvl.data.tokenizer.tokenizer import Tokenizer
 from medvl.data.transforms.image import EvalTransform
-from medvl.models.base import System, SystemConfig
+from medvl.models.base import System, SystemConfig, zero_loss
 from medvl.models.config_checks import check_weights
-from medvl.models.image_generation.parts import AutoencoderSizes, image_rows, no_loss, to_grey, to_signal
+from medvl.models.image_generation.parts import AutoencoderSizes, image_rows, to_grey, to_signal
 from medvl.models.registry import register_system
 from medvl.schema import Batch, Losses
 
@@ -66,7 +66,7 @@ class Autoencoder(System):
         """Return the losses of a batch of images; in eval mode the latents are the means."""
         image = image_rows(batch)
         if not len(image):
-            zero = no_loss(self)
+            zero = zero_loss(self)
             return Losses.sum(l1=zero, l2=zero, edges=zero, kl=zero)
         signal_BCHW = to_signal(image, self.config.sizes.image_channels)
         network: Any = self.autoencoder

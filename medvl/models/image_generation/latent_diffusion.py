@@ -17,13 +17,12 @@ from medvl.data.tokenizer.tokenizer import Tokenizer
 from medvl.data.transforms.image import EvalTransform
 from medvl.encoders import TextEncoder, create_text_encoder, parameter_groups
 from medvl.errors import ConfigError
-from medvl.models.base import EncoderArguments, Parts, System, SystemConfig, complete_rows
+from medvl.models.base import EncoderArguments, Parts, System, SystemConfig, complete_rows, zero_loss
 from medvl.models.config_checks import check_within
 from medvl.models.image_generation.parts import (
     AutoencoderSizes,
     NoiseSchedule,
     UNetSizes,
-    no_loss,
     to_grey,
     to_signal,
 )
@@ -149,7 +148,7 @@ class LatentDiffusion(System):
         if moments_BCHW is None:
             row_K = complete_rows(batch)
             if not len(row_K):
-                return Losses.sum(denoising=no_loss(self))
+                return Losses.sum(denoising=zero_loss(self))
             ids_BT, mask_BT = ids_BT[row_K], mask_BT[row_K]
             moments_BCHW = self.encode_moments(batch.image_BCHW[row_K])
         latent_BZHW = self._sample(moments_BCHW) * self.latent_scale

@@ -144,12 +144,6 @@ def image_rows(batch: Batch) -> Tensor:
     return batch.image_BCHW if batch.has_image_B is None else batch.image_BCHW[batch.has_image_B]
 
 
-def no_loss(model: nn.Module) -> Tensor:
-    """Return 0 with zero gradients for all parameters, so that DDP does not hang on an empty batch."""
-    learning = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    return 0 * torch.stack([parameter.flatten()[0] for parameter in learning]).sum()
-
-
 class NoiseSchedule(nn.Module):
     """Stable Diffusion's noise: 1,000 steps, square roots of beta linear from .00085 to .012 ("scaled linear")."""
 

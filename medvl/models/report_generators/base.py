@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from medvl.errors import ConfigError
-from medvl.models.base import System, complete_rows, update_mean
+from medvl.models.base import System, complete_rows, update_mean, zero_loss
 from medvl.models.fusion_encoders.parts.encoder import Tokens
 from medvl.models.text_decoding import Decoding, Generated, NextToken, search
 from medvl.schema import Batch, Losses
@@ -48,9 +48,8 @@ class ReportGenerator(System):
         ids_BT, mask_BT = batch.ids_BT, batch.mask_BT
         if batch.has_image_B is not None or batch.has_text_B is not None:
             row_K = complete_rows(batch)
-            if not len(row_K):  # zero gradients, so that DDP does not hang
-                learning = [parameter for parameter in self.parameters() if parameter.requires_grad]
-                return Losses.sum(words=0 * torch.stack([parameter.flatten()[0] for parameter in learning]).sum())
+            if not len(row_K):
+                return Losses.sum(words=zero_loss(self))
             image, ids_BT, mask_BT = image[row_K], ids_BT[row_K], mask_BT[row_K]
             other, has_other_B = (None if each is None else each[row_K] for each in (other, has_other_B))
         scores_BTV = self.score_next(ids_BT[:, :-1], self.image_tokens(image, other, has_other_B))
