@@ -26,8 +26,6 @@ from medvl.schema import FINDINGS, Batch, Embeddings, Inputs, Losses
 
 _QUERIES = 256
 """Further queries of one pass of the decoder, whose memory grows with their square."""
-_EQUAL, _ROUNDED = 1e-3, 2e-2
-"""Relative distances of vectors of one sentence: computed twice in float32; in float32 and in 16 bits."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -71,9 +69,13 @@ class QueryEncoder(TextMaps):
         super().__init__(config, *args, **kwargs)
         self.book, self.decoder, self.presence = book, decoder, presence
         self.inputs = Inputs(labels=True)
-        named = dict(zip(config.entities, self.sentences_of(config), strict=True))
-        self._named = {alias: each for name, each in named.items() for alias in (name, statement(name), each[0])}
-        self.aspects = len(next(iter(named.values())))
+        sentences = self.sentences_of(config)
+        self._row_of = {
+            alias: row
+            for row, (name, each) in enumerate(zip(config.entities, sentences, strict=True))
+            for alias in (name, statement(name), each[0])
+        }
+        self.aspects = len(sentences[0])
 
     @classmethod
     def sentences_of(cls, config: Any) -> list[tuple[str, ...]]:
@@ -129,18 +131,23 @@ class QueryEncoder(TextMaps):
     def unnormalized_text(self, texts: Sequence[str] | Tensor, mask_BT: Tensor | None = None) -> Tensor:
         """Return (B, A x D) float32: vectors of the frozen text encoder, before `text_head`, of an entity's A aspects.
 
-        A text that names no entity stands for all of its aspects.
+        Strings that name an entity have the vectors of the book. Other strings, and token ids, name none and stand for
+        all aspects.
         """
         if isinstance(texts, Tensor):
             return self.sentence_vectors(texts, mask_BT).repeat(1, self.aspects)
         texts = [texts] if isinstance(texts, str) else texts
-        sentences = [each for text in texts for each in self._named.get(text, (text,) * self.aspects)]
-        return self.sentence_vectors(sentences).unflatten(0, (len(texts), self.aspects)).flatten(1)
+        row_B = torch.tensor([self._row_of.get(text, -1) for text in texts], device=self.device)
+        vectors_BD = self._entity_vectors()[row_B]
+        further = [text for text in texts if text not in self._row_of]
+        if further:
+            vectors_BD[row_B < 0] = self.sentence_vectors(further).repeat(1, self.aspects)
+        return vectors_BD
 
     def sentence_vectors(self, texts: Sequence[str] | Tensor, mask_BT: Tensor | None = None) -> Tensor:
         """Return (B, D) float32: the vector of each sentence by the frozen text encoder.
 
-        Autocast does not apply to strings: the vector of an entity must be that of the book in any run.
+        Autocast does not apply to strings, so that the vectors of the book are the same in any run.
         """
         with contextlib.ExitStack() as stack:
             if not isinstance(texts, Tensor):
@@ -248,13 +255,15 @@ class QueryEncoder(TextMaps):
         return logits_BQ2[..., 1] - logits_BQ2[..., 0]
 
     def _rows(self, vectors_MD: Tensor) -> Tensor:
-        """Return (M,): the row of the book that has each vector, -1 for none."""
-        book_QD = self.queries().float().unflatten(0, (-1, self.aspects)).flatten(1)
-        exact = "donot_use_mm_for_euclid_dist"  # products lose small distances, above all in TF32
-        nearest, rows_M = torch.cdist(vectors_MD.float(), book_QD, compute_mode=exact).min(dim=1)
-        size, apart_QQ = book_QD.norm(dim=1).mean(), torch.cdist(book_QD, book_QD, compute_mode=exact)
-        apart = apart_QQ.masked_fill(apart_QQ <= _EQUAL * size, torch.inf).amin()
-        return torch.where(nearest <= torch.minimum(_ROUNDED * size, apart / 4), rows_M, -1)
+        """Return (M,): the entity of the book that each vector was copied from by `unnormalized_text`, -1 for none."""
+        row_M = vectors_MD.new_full((len(vectors_MD),), -1, dtype=torch.int64)
+        for row, vector_D in enumerate(self._entity_vectors()):
+            row_M[(vectors_MD == vector_D).all(dim=1)] = row
+        return row_M
+
+    def _entity_vectors(self) -> Tensor:
+        """Return (Q, A x D) float32: the vectors of the book by entity."""
+        return self.queries().float().unflatten(0, (-1, self.aspects)).flatten(1)
 
     @staticmethod
     def _grid_of(images: Embeddings) -> Tensor:
