@@ -227,11 +227,10 @@ class _Run:
             raise ShardError(message, "nonfinite")
         data = stored.to_bytes()
         try:
-            parsed = Regions.from_bytes(data, self.detector.width, len(self.detector.class_names))
+            Regions.from_bytes(data, self.detector.width, len(self.detector.class_names))
         except ValueError as error:
-            raise ShardError(f"{self.detector.name}: {error}, for the image of {key}", "mismatch") from error
-        if not len(parsed.boxes_P4):
-            raise ShardError(f"{self.detector.name}: expected one region or more for {key}, got none", "empty")
+            code = "mismatch" if len(stored.boxes_P4) else "empty"
+            raise ShardError(f"{self.detector.name}: {error}, for the image of {key}", code) from error
         return writer.member(f"{key}.{REGION_SUFFIX}", data)
 
     def _detect(self, first: int, samples: int) -> Iterator[tuple[list[int], list[Regions | str]]]:

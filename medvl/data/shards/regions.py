@@ -59,7 +59,10 @@ class Regions:
 
     @classmethod
     def from_bytes(cls, data: bytes, width: int, classes: int) -> "Regions":
-        """Parse a member. Raises ValueError unless it has features of `width`, boxes in 0..1, and `classes` classes."""
+        """Parse a member.
+
+        Raises ValueError unless it has regions, features of `width`, boxes in 0..1, and `classes` classes.
+        """
         try:
             arrays = safetensors.numpy.load(data)
         except (safetensors.SafetensorError, TypeError, KeyError, EOFError) as error:
@@ -69,6 +72,8 @@ class Regions:
         shapes = {name: array.shape for name, array in arrays.items()}
         if shapes != {name: (count, columns) for name, columns in expected.items()}:
             raise ValueError(f"expected regions with {expected} columns, got {shapes}")
+        if not count:
+            raise ValueError("expected one region or more, got none")
         if any(array.dtype not in (np.float16, np.float32) for array in arrays.values()):
             raise ValueError("expected float16 or float32")
         boxes_P4 = arrays["boxes"]

@@ -182,6 +182,23 @@ def test_damaged_and_foreign_regions_are_refused(folder: Path, tmp_path: Path) -
         ShardSource(folder, regions="../quarters")
 
 
+@pytest.mark.parametrize("other", [{"width": 3}, {"class_names": ["dark"]}, {"class_names": []}])
+def test_samples_of_another_form_than_the_manifest_are_refused(other: dict[str, Any], folder: Path) -> None:
+    with_regions(folder)
+    manifest = folder / "regions/quarters/regions.json"
+    manifest.write_text(json.dumps({**json.loads(manifest.read_text()), **other}))
+    with raises(ShardError, "malformed", "regions") as caught:
+        ShardSource(folder, regions="quarters").regions(0)
+    assert str(sorted((folder / "regions/quarters").glob("*.tar"))[0]) in str(caught.value)
+
+
+def test_a_sample_without_a_region_is_refused() -> None:
+    """Its place in the index is empty instead; a model would attend to padding alone."""
+    none = Regions(np.ones((0, 2), np.float32), np.ones((0, 4), np.float32))
+    with pytest.raises(ValueError, match="one region or more"):
+        Regions.from_bytes(none.to_bytes(), width=2, classes=0)
+
+
 def test_a_tar_that_shrinks_while_it_is_read_is_an_error(folder: Path) -> None:
     source = with_regions(folder)
     source.regions(0)
