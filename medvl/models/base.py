@@ -75,6 +75,8 @@ class System(nn.Module, abc.ABC):
     """Name for `create_model`; set by `medvl.models.registry.register_system`."""
     Config: ClassVar[type[SystemConfig]]
     """Frozen dataclass of settings."""
+    weights_version: ClassVar[int] = 1
+    """Version of the layout of the weights; checkpoints of another one are refused."""
     shared_encoders: ClassVar[tuple[str, ...]] = ()
     """Encoders that a checkpoint of another system can initialise."""
     optional_parts: ClassVar[tuple[str, ...]] = ()

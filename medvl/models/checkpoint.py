@@ -74,7 +74,7 @@ def save(
     config: dict[str, Any] = {
         "format": _FORMAT,
         "medvl": medvl.__version__,
-        "model": {"name": model.name, "settings": to_dict(model.config)},
+        "model": {"name": model.name, "version": model.weights_version, "settings": to_dict(model.config)},
         "run": run,
     }
     (folder / CONFIG).write_text(json.dumps(config, indent=1, sort_keys=True) + "\n")
@@ -151,6 +151,7 @@ def train_manifests(folder: Path | str) -> list[Manifest]:
 
 def load_weights(model: nn.Module, folder: Path | str) -> None:
     """Load the weights of a checkpoint strictly into a model. Raises CheckpointError naming the first differences."""
+    _check_version(model, Path(folder))
     tensors = read_weights(Path(folder))
     _check_fit(model, tensors, str(Path(folder) / WEIGHTS))
     model.load_state_dict(tensors, strict=True)
@@ -203,6 +204,7 @@ def warm_start(model: System, folder: Path | str) -> None:
     if described["name"] == model.name:
         for field, theirs, ours in differences(described["settings"], to_dict(model.config)):
             _log.warning("%s was trained with %s %r, this model has %r", folder, field, theirs, ours)
+        _check_version(model, folder)
         _load_with_optional_parts(model, folder)
         _record_training(model, folder)
     else:
@@ -319,6 +321,15 @@ def _check_fit(module: nn.Module, tensors: Mapping[str, Tensor], source: str) ->
         more = f"; and {len(differences) - _SHOWN} more" if len(differences) > _SHOWN else ""
         reason = f"{source} does not fit the model: {'; '.join(differences[:_SHOWN])}{more}"
         raise CheckpointError(reason, "mismatch")
+
+
+def _check_version(model: nn.Module, folder: Path) -> None:
+    """Raise CheckpointError unless the weights of a checkpoint have the layout of the model's system."""
+    expected, version = getattr(model, "weights_version", 1), described_model(folder).get("version", 1)
+    if version != expected:
+        system_name = getattr(model, "name", type(model).__name__)
+        message = f"{folder / CONFIG}: expected version {expected} of the weights of {system_name}, got {version}"
+        raise CheckpointError(f"{message}; train or import again", "version")
 
 
 def _check_folder(folder: Path) -> Path:

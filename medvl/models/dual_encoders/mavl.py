@@ -65,6 +65,7 @@ class MAVL(MedKLIP):
     """
 
     Config = MAVLConfig
+    weights_version = 2  # the projection of the grid had the width of the decoder
     linear_heads = ()
 
     def __init__(self, config: MAVLConfig, *args: Any, pool: nn.Module, **kwargs: Any) -> None:

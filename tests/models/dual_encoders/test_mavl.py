@@ -1,5 +1,7 @@
 """MAVL: losses against the formulas, aspects of named and unknown entities; query systems on two ranks."""
 
+import functools
+import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -20,8 +22,8 @@ import medvl
 from medvl import losses
 from medvl.data import statement
 from medvl.data.reports.aspects import ASPECTS, describe_aspects
-from medvl.errors import ConfigError
-from medvl.models import KAD, MAVL, MedKLIP
+from medvl.errors import CheckpointError, ConfigError
+from medvl.models import KAD, MAVL, MedKLIP, checkpoint
 from medvl.models.dual_encoders.bases.queries import QueryEncoder
 from medvl.schema import FINDINGS, Batch
 
@@ -53,6 +55,19 @@ def test_grid_is_projected_through_a_layer_of_its_own_width() -> None:
     with torch.device("meta"):
         model: Any = medvl.create_model("mavl", vocab_size=100)
     assert [tuple(layer.weight.shape) for layer in model.image_head] == [(1024, 1024), (1,), (256, 1024)]
+
+
+def test_checkpoints_with_the_earlier_projection_are_refused_as_older(tmp_path: Path) -> None:
+    """They have no version, and neither load, nor start or resume a training; their encoders start other systems."""
+    model = create()
+    medvl.models.save(model, tmp_path)
+    described = json.loads((tmp_path / "config.json").read_text())
+    assert described["model"].pop("version") == 2
+    (tmp_path / "config.json").write_text(json.dumps(described))
+    for load in (medvl.load, functools.partial(checkpoint.warm_start, model), functools.partial(checkpoint.load_weights, model)):
+        with raises(CheckpointError, "version", names="expected version 2"):
+            load(tmp_path)
+    checkpoint.load_towers(model, tmp_path)
 
 
 def naive_contrast(logits_NM: Tensor, positive_NM: Tensor, ignored_NM: Tensor) -> Tensor:
