@@ -22,13 +22,16 @@ Estimate = Mapping[str, Any]
 """hours, memory_gb and source, or error."""
 
 
-def describe_plan(plan: Plan, store: Store, seconds: float, report: Callable[[str], Any] = print) -> str:
+def describe_plan(
+    plan: Plan, store: Store, seconds: float, errors: Mapping[str, str], report: Callable[[str], Any] = print
+) -> str:
     """Return the list of runs with state, hours and memory.
 
     Args:
         plan: the runs.
         store: the folder of results; what is measured is kept there, in estimates.json.
         seconds: seconds of each of about six measurements of a run that no earlier one estimates; 0 measures nothing.
+        errors: key -> error of runs whose model cannot be built (`medvl.benchmark.check.model_errors`).
         report: called with lines of progress.
     """
     lines, total, unknown = [], 0.0, 0
@@ -37,7 +40,9 @@ def describe_plan(plan: Plan, store: Store, seconds: float, report: Callable[[st
     known = _known_costs(plan, store)
     for run in plan.runs:
         state = store.state(run)
-        estimate = estimate_run(run, store, known, 0.0 if commands[run.corpus.name] else seconds, report)
+        measured = run.key not in errors and not commands[run.corpus.name]
+        estimate = estimate_run(run, store, known, seconds if measured else 0.0, report)
+        cost = f"wrong settings: {errors[run.key]}" if run.key in errors else _text(estimate)
         waits = state == "to do" and store.cost(run) is None
         if waits and "hours" in estimate:
             total += estimate["hours"]
@@ -45,7 +50,7 @@ def describe_plan(plan: Plan, store: Store, seconds: float, report: Callable[[st
             unknown += 1
         lines.append(
             f"{run.key}  {run.title}: {Path(run.recipe).stem} {run.preset}, {', '.join(run.tasks) or 'no tasks'}; "
-            f"{state}; {_text(estimate)}"
+            f"{state}; {cost}"
         )
     for name, reason in plan.left_out.items():
         lines.append(f"{'':16}  {name}: left out, {reason}")
@@ -56,6 +61,7 @@ def describe_plan(plan: Plan, store: Store, seconds: float, report: Callable[[st
     counts = [store.state(run) for run in plan.runs]
     states = ", ".join(f"{counts.count(state)} {state}" for state in ("finished", "failed", "to do"))
     rest = f", and {unknown} runs without an estimate" if unknown else ""
+    states += f", {len(errors)} with wrong settings" if errors else ""
     lines.append(f"{len(counts)} runs: {states}. Training to do: {total:.2f} h one after the other{rest}; evaluations")
     lines.append("come on top.")
     return "\n".join(lines)

@@ -57,7 +57,7 @@ def settings_of(run: Run, store: Store) -> Any:
     entry = Entry(
         name=run.name, system=run.system, family=run.family, recipe=Path(run.recipe), preset=run.preset
     )  # fmt: skip
-    corpus, tree = run.corpus, _located(run, store, run.settings)
+    corpus, tree = run.corpus, located(run, store, run.settings)
     tokenizer = corpus.words if run.family == "report" else corpus.tokenizer
     data: dict[str, Any] = {"train": run.train_shards, "tokenizer": tokenizer, "workers": run.budget.workers}
     data["extra_train"] = () if run.family == "report" else corpus.extra_train
@@ -70,12 +70,12 @@ def settings_of(run: Run, store: Store) -> Any:
     return with_settings(entry.recipe_settings(), tree, run.name)
 
 
-def _located(run: Run, store: Store, value: Any) -> Any:
+def located(run: Run, store: Store, value: Any) -> Any:
     """Return settings with the checkpoints of other runs and the corpus's root in place of their names."""
     if isinstance(value, Mapping):
-        return {name: _located(run, store, item) for name, item in value.items()}
+        return {name: located(run, store, item) for name, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_located(run, store, item) for item in value]
+        return [located(run, store, item) for item in value]
     if isinstance(value, str) and value.startswith(RUN):
         return str(_other(run, store, value.removeprefix(RUN)))
     return value.replace("{root}", str(run.corpus.root)) if isinstance(value, str) else value

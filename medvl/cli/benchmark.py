@@ -60,7 +60,8 @@ def benchmark(
             executed alone, as arrays of SLURM do.
         changes: values in place of the file's.
         out: folder of data, runs, results.jsonl and the pages.
-        dry_run: list the runs with hours and memory, which are measured on the corpora that exist.
+        dry_run: list the runs with hours and memory, which are measured on the corpora that exist, and with the errors
+            of models that cannot be built; the exit status is 1 if there is one.
         seconds: seconds of each measurement of --dry-run; 0 lists only what earlier runs have measured.
         engine: processes of this machine, a cluster of Ray, or scripts for SLURM.
         jobs: processes of this machine at a time; 0 executes all runs in this process.
@@ -77,9 +78,7 @@ def benchmark(
         return
     plan, store = plan_runs(read_benchmark(source, changes.changes()), out.absolute()), Store(out.absolute())
     if dry_run:
-        from medvl.benchmark.estimate import describe_plan
-
-        print(describe_plan(plan, store, seconds))
+        _describe(plan, store, seconds)
         return
     if retry_failed:
         for run in plan.runs:
@@ -94,6 +93,17 @@ def benchmark(
         return
     _execute(plan, store, engine, jobs, gpus)
     if _publish(plan, store):
+        sys.exit(1)
+
+
+def _describe(plan: Any, store: Any, seconds: float) -> None:
+    """Print the runs. The exit status is 1 if a model cannot be built."""
+    from medvl.benchmark.check import model_errors
+    from medvl.benchmark.estimate import describe_plan
+
+    errors = model_errors(plan, store)
+    print(describe_plan(plan, store, seconds, errors))
+    if errors:
         sys.exit(1)
 
 

@@ -1,6 +1,7 @@
 """Files of benchmarks: values, errors with the nearest name, the systems and runs that they plan."""
 
 import dataclasses
+import json
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,7 @@ from helpers.errors import raises
 
 from medvl.benchmark import BenchmarkConfig, CorpusConfig, Plan, list_benchmarks, plan_runs, read_benchmark
 from medvl.benchmark.settings import with_settings
+from medvl.cli import main as cli
 from medvl.errors import ConfigError
 from medvl.models import DualEncoder, FusionModel, list_models, system
 from medvl.train import quickstart
@@ -166,3 +168,20 @@ def test_settings_replace_fields_of_nested_configs() -> None:
     assert type(linear.schedule).__name__ == "Linear"
     with raises(ConfigError, "wrong_type", "optim.lr"):
         with_settings(quickstart.OPTIM, {"lr": "fast"}, "optim")
+
+
+def test_the_dry_run_names_models_that_cannot_be_built(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Without data, whose vocabularies (UMRL, R2Gen) are made later; runs of equal models are all named."""
+    settings = {"clip.model.image_encoder": "resnet_tinny", "gloria.model.text_arguments": {"num_hidden_layer": 1}}
+    text = FILE.replace('"clip"', '"clip", "gloria", "umrl"').replace("$OWN_DATA", str(tmp_path / "data"))
+    lines = [f"settings.{name} = {json.dumps(value).replace(':', ' =')}" for name, value in settings.items()]
+    path = write(tmp_path, text.replace("[budget]", "\n".join(["seeds = [0, 1]", *lines, "[budget]"])))
+    with pytest.raises(SystemExit) as stopped:
+        cli.main(["benchmark", str(path), "--dry-run", "--seconds", "0", "--out", str(tmp_path / "out")])
+    assert stopped.value.code == 1
+    printed = capsys.readouterr().out.splitlines()
+    wrong = {line.split()[1]: line for line in printed if "wrong settings: " in line}
+    assert set(wrong) == {"clip,", "gloria,"}
+    assert "resnet_tiny" in wrong["clip,"]
+    assert sum("wrong settings: " in line for line in printed) == 4
+    assert "8 runs: 0 finished, 0 failed, 8 to do, 4 with wrong settings" in "\n".join(printed)

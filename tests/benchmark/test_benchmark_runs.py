@@ -161,7 +161,7 @@ def test_a_second_run_costs_nothing_and_prints_the_same(
 def test_the_dry_run_lists_states_hours_and_memory(benchmark: tuple[Plan, Store, list[str]], file: Path) -> None:
     _, store, _ = benchmark
     more = plan_runs(read_benchmark(file, {"seeds": [0, 1], "systems": ["convirt"]}), store.out)
-    text = describe_plan(more, store, 0.0)
+    text = describe_plan(more, store, 0.0, errors={})
     first, second, *_ = text.splitlines()
     assert "seed 0: convirt_mimic tiny" in first
     assert "; finished; 0.00 h, " in first
