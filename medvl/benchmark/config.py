@@ -13,6 +13,7 @@ from medvl.errors import ConfigError
 Family = Literal["dual", "fusion", "report"]
 FAMILIES: tuple[Family, ...] = ("dual", "fusion", "report")
 _PRESETS = Path(__file__).parent / "presets"
+_STEPS = Path(__file__).parent / "steps.toml"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -39,7 +40,7 @@ class CorpusConfig:
     root: str | None = None
     """Folder; None for DIR/data/NAME of the benchmark's own folder. Variables of the environment are replaced."""
     make: tuple[MakeStep, ...] = ()
-    """How to make what is missing."""
+    """How to make what is missing; a file may name steps of `steps.toml`, such as "phantom-pairs"."""
     pairs: str = "shards"
     """Shards of images and texts: folder of train and test; a linear probe also reads validate."""
     tokenizer: str = "vocab"
@@ -229,9 +230,23 @@ def read_benchmark(source: str | Path, changes: Mapping[str, Any] | None = None)
         raise ConfigError(message, "not_found", field="benchmark") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} is not TOML: {error}", "malformed", field="benchmark") from None
+    _replace_names_of_steps(data)
     for name, value in (changes or {}).items():
         _change(data, name, value)
     return from_dict(BenchmarkConfig, data)
+
+
+def _replace_names_of_steps(data: Mapping[str, Any]) -> None:
+    """Replace the names of shared steps in the corpora of a file by the steps."""
+    steps = tomllib.loads(_STEPS.read_text(encoding="utf-8"))
+    corpora = data.get("corpora")
+    for number, corpus in enumerate(corpora if isinstance(corpora, list) else ()):
+        make = corpus.get("make") if isinstance(corpus, dict) else None
+        for place, step in enumerate(make if isinstance(make, list) else ()):
+            if isinstance(step, str) and step not in steps:
+                field = f"corpora.{number}.make.{place}"
+                raise ConfigError(f"{field}: no step {step!r}; {nearest(step, steps)}", "unknown_name", field=field)
+            make[place] = steps[step] if isinstance(step, str) else step
 
 
 def _change(data: Any, name: str, value: Any) -> None:

@@ -8,6 +8,7 @@ import pytest
 from helpers.errors import raises
 
 from medvl.benchmark import BenchmarkConfig, CorpusConfig, Plan, list_benchmarks, plan_runs, read_benchmark
+from medvl.benchmark.config import MakeStep
 from medvl.benchmark.settings import with_settings
 from medvl.cli import main as cli
 from medvl.errors import ConfigError
@@ -71,6 +72,19 @@ def test_missing_files_presets_and_places_are_refused(tmp_path: Path) -> None:
         read_benchmark("phantom-quick", {"corpora.3.root": "x"})
     with raises(ConfigError, "wrong_type", "name.x.y"):
         read_benchmark("phantom-quick", {"name.x.y": "x"})
+
+
+def test_a_corpus_names_steps_that_benchmarks_share(tmp_path: Path) -> None:
+    own = MakeStep(creates="own", run=("vocab {root}/a {root}/b",))
+    make = 'make = ["phantom-pairs", { creates = "own", run = ["vocab {root}/a {root}/b"] }, "vocabulary"]'
+    [corpus] = read_benchmark(write(tmp_path, f"{FILE}{make}\n"), {"corpora.0.make.2.creates": "mine"}).corpora
+    pairs, second, vocabulary = corpus.make
+    assert (pairs.creates, second, vocabulary.creates) == ("shards/test/manifest.json", own, "mine")
+    with raises(ConfigError, "unknown_name", "corpora.0.make.1", names="phantom-pairs"):
+        read_benchmark(write(tmp_path, f'{FILE}make = ["vocabulary", "phantom-pair"]\n'))
+    for wrong in ("corpora = 3", "corpora = [3]", 'corpora = [{ name = "x", make = "vocabulary" }]'):
+        with raises(ConfigError, "wrong_type"):
+            read_benchmark(write(tmp_path, f'name = "mine"\n{wrong}\n'))
 
 
 @pytest.mark.parametrize(
