@@ -43,13 +43,15 @@ def heatmap(
         smoothing: standard deviation, in cells of the grid, of a Gaussian over similarity maps (BioViL: 1.5).
 
     Raises:
-        ConfigError: the model has no such maps, `image` is a list, or the text is empty.
+        ConfigError: the model has no such maps, `image` or `text` is a list, or the text is empty.
         EvaluationError: the image encoder has no grid of patches in the space of texts, or `maps` does not exist.
         ImageError, DicomError, FileNotFoundError: the image cannot be read.
     """
     system = open_model(model)
     if not is_single(image):
         raise ConfigError("expected one image, got a list; call heatmap for each", "wrong_type", field="image")
+    if not isinstance(text, str):
+        raise ConfigError("expected one text; call heatmap for each", "wrong_type", field="text")
     if not text.strip():
         raise ConfigError("expected a text, got an empty one", "empty", field="text")
     if not isinstance(system, DualEncoder | VQA):

@@ -162,7 +162,7 @@ class System(nn.Module, abc.ABC):
     def tokenize(self, texts: Sequence[str] | Tensor, mask_BT: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Return (ids_BT, mask_BT) on the model's device, from strings or from ids with their mask.
 
-        Raises ConfigError for strings without a tokenizer, and for ids without a mask.
+        Raises ConfigError for an empty list, for strings without a tokenizer, and for ids without a mask.
         """
         if isinstance(texts, Tensor):
             if mask_BT is None:
@@ -171,7 +171,7 @@ class System(nn.Module, abc.ABC):
         if self.tokenizer is None:
             message = "strings need a tokenizer: create_model(..., tokenizer=FOLDER), or pass token ids"
             raise ConfigError(message, "missing", field="tokenizer")
-        ids_BT, mask_BT = self.tokenizer([texts] if isinstance(texts, str) else list(texts))
+        ids_BT, mask_BT = self.tokenizer(list_of_texts(texts))
         return ids_BT.to(self.device), mask_BT.to(self.device)
 
 
@@ -190,6 +190,13 @@ class TwoTowers(System):
     ) -> None:
         super().__init__(config, **parts)
         self.image_encoder, self.text_encoder = image_encoder, text_encoder
+
+
+def list_of_texts(texts: Sequence[str]) -> list[str]:
+    """Return a text or several as a list. Raises ConfigError for an empty list."""
+    if not len(texts) and not isinstance(texts, str):
+        raise ConfigError("expected at least one text, got an empty list", "empty", field="texts")
+    return [texts] if isinstance(texts, str) else list(texts)
 
 
 def mean_count(batch: Batch) -> Tensor | None:

@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.nn.functional as F
 
+from medvl.errors import EvaluationError
 from medvl.eval.core.interfaces import Model
 from medvl.schema import Batch, Embeddings
 
@@ -21,7 +22,12 @@ def encode_batch(model: Model, batch: Batch, device: torch.device, autocast: tor
 def embed_texts(
     model: Model, texts: Sequence[str], embed: Callable[[Sequence[str]], Embeddings] | None = None
 ) -> Embeddings:
-    """Return the embeddings of any number of texts, encoded in chunks by `embed`, by default the model's own."""
+    """Return the embeddings of any number of texts, encoded in chunks by `embed`, by default the model's own.
+
+    Raises EvaluationError where there is no text.
+    """
+    if not texts:
+        raise EvaluationError("expected at least one text, got none", "empty", field="texts")
     embed = embed or model.embed_texts
     return concatenate([embed(texts[start : start + _TEXT_BATCH]) for start in range(0, len(texts), _TEXT_BATCH)])
 

@@ -85,7 +85,7 @@ class DualEncoder(TwoTowers):
     ) -> Tensor:
         """Return (B, E), float32, from strings or from token ids (B, T) with their mask, as `encode_image`.
 
-        Raises ConfigError for strings without a tokenizer, and for ids without a mask.
+        Raises ConfigError for an empty list, for strings without a tokenizer, and for ids without a mask.
         """
         vector_BE = self.unnormalized_text(texts, mask_BT)
         return F.normalize(vector_BE, dim=-1) if normalize else vector_BE

@@ -17,6 +17,7 @@ from medvl.encoders import ImageEncoder, TextEncoder, freeze_batch_norm_statisti
 from medvl.errors import ConfigError
 from medvl.losses.gather import mean_over_ranks
 from medvl.losses.precision import full_precision
+from medvl.models.base import list_of_texts
 from medvl.models.dual_encoders.bases.base import DualEncoderConfig, projection_head
 from medvl.models.dual_encoders.bases.build import create_encoders
 from medvl.models.dual_encoders.bases.text_maps import TextMaps
@@ -136,7 +137,7 @@ class QueryEncoder(TextMaps):
         """
         if isinstance(texts, Tensor):
             return self.sentence_vectors(texts, mask_BT).repeat(1, self.aspects)
-        texts = [texts] if isinstance(texts, str) else texts
+        texts = list_of_texts(texts)
         row_B = torch.tensor([self._row_of.get(text, -1) for text in texts], device=self.device)
         vectors_BD = self._entity_vectors()[row_B]
         further = [text for text in texts if text not in self._row_of]

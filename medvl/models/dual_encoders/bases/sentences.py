@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from medvl.data.reports.sentences import sentence_spans
 from medvl.errors import ConfigError
+from medvl.models.base import list_of_texts
 from medvl.models.dual_encoders.bases.base import ContrastiveEncoder
 from medvl.models.dual_encoders.bases.bert import BertDualEncoder
 from medvl.models.dual_encoders.bases.local import local_features
@@ -33,7 +34,7 @@ class SentenceTexts(ContrastiveEncoder):
 
     def tokenize_sentences(self, texts: Sequence[str]) -> tuple[Tensor, Tensor, Tensor | None]:
         """Return (ids_BT, mask_BT, sentence_BT) of strings; None where the system needs no sentences."""
-        texts = [texts] if isinstance(texts, str) else list(texts)
+        texts = list_of_texts(texts)
         ids_BT, mask_BT = self.tokenize(texts)
         if not self.inputs.sentences or self.tokenizer is None:
             return ids_BT, mask_BT, None
