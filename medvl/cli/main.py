@@ -60,7 +60,10 @@ def list_everything(
             "pretrained": lambda pattern: ["  ".join(pair) for pair in models.list_pretrained(pattern)],
         }
         names = listers[kind](match)
-    print("\n".join(names))
+    if not names:
+        print(f"medvl: none of the {kind} matches {match!r}; * stands for any characters: '*bert*'", file=sys.stderr)
+    for name in names:
+        print(name)
 
 
 _GROUPS: dict[str, dict[str, Callable[..., Any]]] = {

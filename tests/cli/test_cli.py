@@ -81,7 +81,9 @@ def test_list_command_filters_names(kind: str, match: str, expected: str, capsys
     cli.main(["list", kind, "--match", match])
     assert expected in capsys.readouterr().out.splitlines()
     cli.main(["list", kind, "--match", "nothing-of-this-name"])
-    assert capsys.readouterr().out.strip() == ""
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert f"none of the {kind} matches 'nothing-of-this-name'" in printed.err
 
 
 @pytest.mark.parametrize(
