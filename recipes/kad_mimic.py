@@ -33,7 +33,7 @@ paper = ZeroShotRecipe(
         train="shards/mimic-cxr/train",
         valid=Path("shards/mimic-cxr/validate"),
         text=Statements(joined=True),
-        image=ConVIRTAugmentation(size=512, area=(0.2, 1.0), rotation=0, translation=0, scale=(1.0, 1.0)),
+        image=ConVIRTAugmentation.crop(512, area=(0.2, 1.0), flip="swap_text"),
     ),
     # 20 epochs of about 240,000 frontal images.
     optim=OptimConfig(optimizer="adamw", lr=5e-5, weight_decay=0.02, schedule=Cosine(warmup_steps=75_000, min_lr=1e-6)),

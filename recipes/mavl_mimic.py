@@ -31,7 +31,7 @@ paper = ZeroShotRecipe(
         train="shards/mimic-cxr/train",
         valid=Path("shards/mimic-cxr/validate"),
         text=WholeText(),
-        image=ConVIRTAugmentation(size=224, area=(0.2, 1.0), rotation=0, translation=0, scale=(1.0, 1.0)),
+        image=ConVIRTAugmentation.crop(224, area=(0.2, 1.0), flip="swap_text"),
     ),
     # Five epochs of about 240,000 frontal images.
     optim=OptimConfig(optimizer="adamw", lr=1e-4, weight_decay=0.02, schedule=Cosine(warmup_steps=9_400, min_lr=1e-5)),

@@ -37,7 +37,7 @@ paper = Recipe(
         valid=Path("shards/mimic-cxr/validate"),
         tokenizer=Path("vocab/mimic"),
         text=WholeText(),
-        image=ConVIRTAugmentation.crop(448, area=(0.2, 1.0)),
+        image=ConVIRTAugmentation.crop(448, area=(0.2, 1.0), flip="swap_text"),
     ),
     optim=OptimConfig(
         optimizer="adamw",

@@ -273,10 +273,10 @@ class ConVIRTAugmentation:
         )  # fmt: skip
 
     @classmethod
-    def crop(cls, size: int, area: tuple[float, float]) -> Self:
-        """Return a variant with the random crop only."""
+    def crop(cls, size: int, area: tuple[float, float], flip: Flip = "off") -> Self:
+        """Return a variant with the random crop only, and flips where `flip` is given."""
         return cls(
-            size=size, flip="off", area=area, rotation=0, translation=0, scale=(1.0, 1.0), brightness=0, contrast=0,
+            size=size, flip=flip, area=area, rotation=0, translation=0, scale=(1.0, 1.0), brightness=0, contrast=0,
             blur_sigma=(0.1, 0.1),
         )  # fmt: skip
 

@@ -239,6 +239,8 @@ def test_presets_have_the_published_batches_and_warm_up() -> None:
     found = runpy.run_path(str(Path(__file__).parents[3] / "recipes" / "mrm_mimic.py"))
     batches = {}
     for name in ("paper", "ecamp", "maco"):
+        image = found["PRESETS"][name].data.image
+        assert (image.size, image.flip, image.brightness, image.area) == (448, "swap_text", 0, (0.2, 1.0))
         train, schedule = found["PRESETS"][name].train, found["PRESETS"][name].optim.schedule
         batches[name] = train.global_batch, train.epochs, round(schedule.warmup_steps * train.global_batch / images)
     assert batches == {"paper": (256, 200, 40), "ecamp": (8_192, 120, 40), "maco": (2_048, 51, 2)}
