@@ -7,7 +7,8 @@ Protocol "grounding", version 1:
 * The map is the model's own attention, or the cosine similarity of the phrase with each patch (`heatmaps`). `metrics`
   compares it with the boxes in pixels of the stored image; its rules define the treatment of pixels outside of the
   model's crop, of ties and of constant maps. `protocols` has the settings of papers by name.
-* A map depends only on its own image and phrase.
+* A map depends only on its own image and phrase. Its maximum is the center of a cell of the model's grid, or between it
+  and the border: the pointing game of a coarse grid (4 x 4 cells) misses small boxes.
 * "overall" is the mean over items, "macro" the mean over findings of their means.
 * Intervals: the bootstrap resamples patients, with all their images and phrases. All rows share the resamples.
 
