@@ -241,7 +241,7 @@ def _replace_names_of_steps(data: Mapping[str, Any]) -> None:
     steps = tomllib.loads(_STEPS.read_text(encoding="utf-8"))
     corpora = data.get("corpora")
     for number, corpus in enumerate(corpora if isinstance(corpora, list) else ()):
-        make = corpus.get("make") if isinstance(corpus, dict) else None
+        make: Any = corpus.get("make") if isinstance(corpus, dict) else None
         for place, step in enumerate(make if isinstance(make, list) else ()):
             if isinstance(step, str) and step not in steps:
                 field = f"corpora.{number}.make.{place}"

@@ -64,7 +64,11 @@ def test_checkpoints_with_the_earlier_projection_are_refused_as_older(tmp_path: 
     described = json.loads((tmp_path / "config.json").read_text())
     assert described["model"].pop("version") == 2
     (tmp_path / "config.json").write_text(json.dumps(described))
-    for load in (medvl.load, functools.partial(checkpoint.warm_start, model), functools.partial(checkpoint.load_weights, model)):
+    for load in (
+        medvl.load,
+        functools.partial(checkpoint.warm_start, model),
+        functools.partial(checkpoint.load_weights, model),
+    ):
         with raises(CheckpointError, "version", names="expected version 2"):
             load(tmp_path)
     checkpoint.load_towers(model, tmp_path)
