@@ -3,7 +3,7 @@
 Every rank gives its own rows and gets the loss of the global batch; all ranks must call these functions equally often
 (`medvl.losses.gather`). Gathered rows give the same.
 
-B samples of this rank, K prototypes, E shared embedding dim.
+N pairs and B samples of this rank, K prototypes, E shared embedding dim.
 """
 
 import torch
@@ -14,8 +14,8 @@ from medvl.losses.precision import full_precision, shapes
 
 
 def prototype_swap(
-    image_BE: Tensor,
-    text_BE: Tensor,
+    image_NE: Tensor,
+    text_NE: Tensor,
     prototypes_KE: Tensor,
     temperature: float = 0.2,
     epsilon: float = 0.05,
@@ -28,7 +28,7 @@ def prototype_swap(
     without gradient.
 
     Args:
-        image_BE, text_BE: row i of both is a pair; L2-normalised by the caller.
+        image_NE, text_NE: row i of both is a pair; L2-normalised by the caller.
         prototypes_KE: of unit length. MGCA normalises the parameter in place before each step, and does not train it in
             the first epoch.
         temperature: of the predictions.
@@ -39,16 +39,16 @@ def prototype_swap(
     """
     if temperature <= 0:
         raise ValueError(f"temperature must be above 0, got {temperature}")
-    fits = image_BE.ndim == prototypes_KE.ndim == 2 and image_BE.shape[1] == prototypes_KE.shape[1]
-    if not fits or image_BE.shape != text_BE.shape:
-        got = shapes(image_BE, text_BE, prototypes_KE)
-        raise ValueError(f"expected pairs (B, E) and prototypes (K, E), got {got}")
-    with full_precision(image_BE):
-        image_BK, text_BK = (side_BE.float() @ prototypes_KE.float().T for side_BE in (image_BE, text_BE))
-        image_code_BK, text_code_BK = (sinkhorn(scores_BK, epsilon, iterations) for scores_BK in (image_BK, text_BK))
-        loss_B = -(image_code_BK * (text_BK / temperature).log_softmax(dim=1)).sum(dim=1)
-        loss_B = loss_B - (text_code_BK * (image_BK / temperature).log_softmax(dim=1)).sum(dim=1)
-        return mean_over_ranks(loss_B / 2, torch.ones_like(loss_B, dtype=torch.bool))
+    fits = image_NE.ndim == prototypes_KE.ndim == 2 and image_NE.shape[1] == prototypes_KE.shape[1]
+    if not fits or image_NE.shape != text_NE.shape:
+        got = shapes(image_NE, text_NE, prototypes_KE)
+        raise ValueError(f"expected pairs (N, E) and prototypes (K, E), got {got}")
+    with full_precision(image_NE):
+        image_NK, text_NK = (side_NE.float() @ prototypes_KE.float().T for side_NE in (image_NE, text_NE))
+        image_code_NK, text_code_NK = (sinkhorn(scores_NK, epsilon, iterations) for scores_NK in (image_NK, text_NK))
+        loss_N = -(image_code_NK * (text_NK / temperature).log_softmax(dim=1)).sum(dim=1)
+        loss_N = loss_N - (text_code_NK * (image_NK / temperature).log_softmax(dim=1)).sum(dim=1)
+        return mean_over_ranks(loss_N / 2, torch.ones_like(loss_N, dtype=torch.bool))
 
 
 @torch.no_grad()
