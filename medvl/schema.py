@@ -41,6 +41,9 @@ FINDINGS = (
 )
 """The 14 CheXpert labels, in the alphabetical order of the MIMIC-CXR tables."""
 
+CHANGES = ("improving", "stable", "worsening")
+"""Classes of change since the prior image (MS-CXR-T), in the order of all arrays."""
+
 COMPETITION_FINDINGS = ("Atelectasis", "Cardiomegaly", "Consolidation", "Edema", "Pleural Effusion")
 """The five labels of the CheXpert competition."""
 

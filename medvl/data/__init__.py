@@ -60,9 +60,11 @@ if TYPE_CHECKING:
     from medvl.data.loading.loader import Loader as Loader, open_loader as open_loader
     from medvl.data.loading.sources import FileSource as FileSource, Source as Source
     from medvl.data.loading.subset import (
+        ChangeLabels as ChangeLabels,
         LabelPolicyView as LabelPolicyView,
         OtherTexts as OtherTexts,
         Subset as Subset,
+        changes_of as changes_of,
         label_fraction as label_fraction,
         no_text as no_text,
         select_samples as select_samples,

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from medvl.common.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
-    from medvl.eval.change.evaluate import change_classification as change_classification
+    from medvl.eval.change.evaluate import ChangeEval as ChangeEval, change_classification as change_classification
     from medvl.eval.change.page import write_change_page as write_change_page
     from medvl.eval.change.prompts import load_change_prompts as load_change_prompts
     from medvl.eval.classification.evaluate import ClassifyEval as ClassifyEval, classify as classify

@@ -22,6 +22,11 @@ if TYPE_CHECKING:
         warm_start as warm_start,
     )
     from medvl.models.config_checks import check_within as check_within
+    from medvl.models.downstream.change_classifier import (
+        ChangeClassifier as ChangeClassifier,
+        ChangeClassifierConfig as ChangeClassifierConfig,
+        create_change_classifier as create_change_classifier,
+    )
     from medvl.models.downstream.classifier import (
         Classifier as Classifier,
         ClassifierConfig as ClassifierConfig,

@@ -37,6 +37,7 @@ _MODULES = {
     "bfspr": "medvl.models.dual_encoders.bfspr",
     "biovil_t": "medvl.models.dual_encoders.biovil_t",
     "carzero": "medvl.models.dual_encoders.carzero",
+    "change_classifier": "medvl.models.downstream.change_classifier",
     "chexzero": "medvl.models.dual_encoders.chexzero",
     "classifier": "medvl.models.downstream.classifier",
     "clip": "medvl.models.dual_encoders.clip",

@@ -52,11 +52,13 @@ if TYPE_CHECKING:
     from medvl.train.recipe import (
         Recipe as Recipe,
         ZeroShotRecipe as ZeroShotRecipe,
+        data_advice as data_advice,
         pretraining_run as pretraining_run,
         zero_shot_run as zero_shot_run,
     )
     from medvl.train.recipe_cli import choose as choose, launch as launch
     from medvl.train.run import Run as Run, pretraining as pretraining
+    from medvl.train.tasks.change import ChangeDataConfig as ChangeDataConfig, open_change as open_change
     from medvl.train.tasks.classification import (
         ClassificationDataConfig as ClassificationDataConfig,
         open_classification as open_classification,

@@ -1,4 +1,4 @@
-"""`medvl eval change`: classification of change between two images, zero-shot or by a linear probe."""
+"""`medvl eval change`: classification of change between two images: zero-shot, by a linear probe or a classifier."""
 
 import functools
 from pathlib import Path
@@ -14,9 +14,10 @@ def change(
     folds: int | None = None,
     examples: int = 4,
 ) -> None:
-    """Evaluate how well a dual-encoder distinguishes improving, stable and worsening findings, from pairs of images.
+    """Evaluate how well a model distinguishes improving, stable and worsening findings, from pairs of images.
 
-    The checkpoint is a dual-encoder; the shards have labels of change (ms-cxr-t).
+    The checkpoint is a dual-encoder, or a classifier of recipes/change_finetune.py, to which `prompts`, `use_prior` and
+    `folds` do not apply; the shards have labels of change (ms-cxr-t).
 
     Args:
         prompts: JSON file with a list of sentences with {finding} for each of improving, stable and worsening.
@@ -29,11 +30,15 @@ def change(
     from medvl.eval.change.evaluate import change_classification
     from medvl.eval.change.page import write_change_page
     from medvl.eval.change.prompts import load_change_prompts
-    from medvl.models import DualEncoder
+    from medvl.eval.core.open import unsupported_model
+    from medvl.models import ChangeClassifier, DualEncoder, System
     from medvl.schema import Inputs
 
     sentences = load_change_prompts(prompts)
-    model, source, read = open_evaluation(shared, DualEncoder, "give the checkpoint of a dual-encoder")
+    advice = "give the checkpoint of a dual-encoder or of a classifier of change"
+    model, source, read = open_evaluation(shared, System, advice)
+    if not isinstance(model, DualEncoder | ChangeClassifier):
+        raise unsupported_model(shared.checkpoint, model, advice)
     result = change_classification(
         model,
         read(source, inputs=Inputs(prior_image=True)),

@@ -2,7 +2,7 @@
 
 import dataclasses
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -14,7 +14,7 @@ from medvl.data.loading.sources import Source, region_manifest_of
 from medvl.data.shards.regions import Regions
 from medvl.data.transforms.text import TextPolicy
 from medvl.errors import ConfigError
-from medvl.schema import Sample
+from medvl.schema import CHANGES, Sample
 
 
 class SourceView:
@@ -97,6 +97,25 @@ class LabelPolicyView(SourceView):
         return dataclasses.replace(sample, labels=kept)
 
 
+class ChangeLabels(SourceView):
+    """A source whose labels are changes since the prior image: -1 for improving, 0 for stable, 1 for worsening.
+
+    Args:
+        source: samples with `extra["change"]`, such as those of MS-CXR-T.
+        findings: label columns; samples without a label of change, such as prior images, have none.
+    """
+
+    def __init__(self, source: Source, findings: Sequence[str]) -> None:
+        super().__init__(source, "\n".join([source.fingerprint, "change", *findings]).encode(), findings)
+
+    def sample(self, position: int) -> Sample:
+        """Return the sample at `position` with its changes as labels."""
+        sample = self.source.sample(position)
+        change = changes_of(sample)
+        labels = {name: CHANGES.index(change[name]) - 1 for name in self.label_names if name in change}
+        return dataclasses.replace(sample, labels=labels)
+
+
 class OtherTexts(SourceView):
     """A source whose samples have no text, or the text of another sample, to measure what a model reads in the texts.
 
@@ -114,6 +133,12 @@ class OtherTexts(SourceView):
         other = self.source.sample((position + len(self) // 2) % len(self))
         sections = {} if self.texts == "none" else other.sections
         return dataclasses.replace(self.source.sample(position), sections=sections)
+
+
+def changes_of(sample: Sample) -> Mapping[str, str]:
+    """Return finding -> one of `CHANGES` of a sample; empty without such labels."""
+    change = sample.extra.get("change")
+    return change if isinstance(change, Mapping) else {}
 
 
 def select_samples(

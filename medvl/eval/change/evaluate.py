@@ -7,6 +7,7 @@ Protocol "change", version 1 (the classes and the metric of Bannur et al., CVPR 
   highest score is the prediction; a tie is wrong.
 * With `folds` the score of a class is the probability by a linear probe of the image's vector, which has not seen the
   patient (`medvl.eval.change.probe`).
+* The score of a class by a `ChangeClassifier` is its probability.
 * "macro_accuracy" of a finding is the mean of the three classes' accuracies (of those that occur), "accuracy" the share
   of correct items; target "macro" is the mean over findings. Chance is 1/3 in macro accuracy.
 * A model that takes a prior image gets it unless `use_prior` is False; images whose prior image is missing are
@@ -17,6 +18,7 @@ Shape letters: N images, L findings, C classes of change, R resamples.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -25,18 +27,21 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from medvl.data.loading.subset import changes_of
 from medvl.errors import EvaluationError
 from medvl.eval.change.probe import cross_validated_scores
-from medvl.eval.change.prompts import CHANGES, ChangePrompts, load_change_prompts
+from medvl.eval.change.prompts import ChangePrompts, load_change_prompts
 from medvl.eval.core.bootstrap import mean_over_labels
 from medvl.eval.core.full_pass import FullPass, input_hashes, samples_by_key
-from medvl.eval.core.interfaces import Loader, Model, SupportsPriors
+from medvl.eval.core.interfaces import Loader, Model
 from medvl.eval.core.metric_rows import MetricGroup, MetricRow, measure
 from medvl.eval.core.metrics import Array
 from medvl.eval.core.results import Results
 from medvl.eval.core.subgroups import subgroups_of
+from medvl.models.downstream.change_classifier import ChangeClassifier
+from medvl.models.dual_encoders.parts.temporal import SupportsPriors
 from medvl.models.eval_mode import evaluating
-from medvl.schema import Batch, Embeddings, Sample
+from medvl.schema import CHANGES, Batch, Embeddings, Sample
 
 PROTOCOL, PROTOCOL_VERSION = "change", 1
 
@@ -72,7 +77,7 @@ class ChangeResult:
 
 
 def change_classification(
-    model: Model,
+    model: Model | ChangeClassifier,
     loader: Loader,
     prompts: ChangePrompts | None = None,
     *,
@@ -85,25 +90,31 @@ def change_classification(
     """Evaluate change classification by the protocol of this module.
 
     Args:
-        model: a dual-encoder; one that takes prior images has `embed_with_prior`.
+        model: a classifier of change, or a dual-encoder; one that takes prior images has `embed_with_prior`.
         loader: images with `extra["change"]`, and for such a model their prior images (`Inputs.prior_image`).
-        prompts: sentences of each class; None for the default ones. Not read by a linear probe.
-        use_prior: give the prior image to a model that takes one; False measures what it adds.
+        prompts: sentences of each class; None for the default ones. A linear probe and a classifier read none.
+        use_prior: give the prior image to a dual-encoder that takes one; False measures what it adds. A classifier
+            reads what it was trained with.
         folds: None for zero-shot classification; else the number of folds of patients of a linear probe.
         resamples, seed: number of the bootstrap resamples; seed of these and of the folds.
         checkpoint: the model's, whose hash is recorded.
 
-    Raises EvaluationError where labels of change or images are missing, a score is not finite, or folds do not fit.
+    Raises EvaluationError where labels of change or images are missing, a score is not finite, folds do not fit, or a
+    classifier lacks a finding.
     """
     prompts = prompts or load_change_prompts()
-    use_prior = use_prior and isinstance(model, SupportsPriors)
     by_key = samples_by_key(loader.source)
-    findings = tuple(sorted({name for _, sample in by_key.values() for name in _change(sample)}))
+    findings = tuple(sorted({name for _, sample in by_key.values() for name in changes_of(sample)}))
     if not findings:
         message = "no image has a label of change; convert MS-CXR-T with `medvl shards ms-cxr-t`"
         raise EvaluationError(message, "missing", field="data")
-    score = _vectors if folds is not None else _prompt_scorer(model, prompts, findings)
-    encoded_NK, keys, without_prior, unreadable = _encode(model, loader, by_key, use_prior, score)
+    if isinstance(model, ChangeClassifier):
+        use_prior, score = model.config.use_prior, _classifier_scorer(model, findings, folds)
+    else:
+        use_prior = use_prior and isinstance(model, SupportsPriors)
+        of_images = _vectors if folds is not None else _prompt_scorer(model, prompts, findings)
+        score = functools.partial(_embedded, model, use_prior, of_images)
+    encoded_NK, keys, without_prior, unreadable = _encode(model, loader, by_key, score)
     positions, samples = zip(*(by_key[key] for key in keys), strict=True)
     truth_NL = np.array([[_truth(sample, finding) for finding in findings] for sample in samples])
     patients = [sample.patient for sample in samples]
@@ -117,9 +128,9 @@ def change_classification(
         protocol=PROTOCOL,
         protocol_version=PROTOCOL_VERSION,
         rows=rows,
-        config={"use_prior": use_prior, "resamples": resamples, "seed": seed}
-        | ({"prompts": prompts.name} if folds is None else {"folds": folds}),
-        inputs=input_hashes(checkpoint, manifest=loader) | ({"prompts": prompts.sha256} if folds is None else {}),
+        config={"use_prior": use_prior, "resamples": resamples, "seed": seed} | _recorded(model, folds, prompts.name),
+        inputs=input_hashes(checkpoint, manifest=loader)
+        | ({} if folds is not None or isinstance(model, ChangeClassifier) else {"prompts": prompts.sha256}),
         details={
             "images": len(samples),
             "without_prior": without_prior,
@@ -133,15 +144,9 @@ def change_classification(
     )  # fmt: skip
 
 
-def _change(sample: Sample) -> Mapping[str, str]:
-    """Return the labels of an image: finding -> class."""
-    change = sample.extra.get("change")
-    return change if isinstance(change, Mapping) else {}
-
-
 def _truth(sample: Sample, finding: str) -> int:
     """Return the index of the class in `CHANGES`, -1 without a label."""
-    change = _change(sample)
+    change = changes_of(sample)
     return CHANGES.index(change[finding]) if finding in change else -1
 
 
@@ -170,13 +175,37 @@ def _prompt_scorer(
     return score
 
 
+def _classifier_scorer(
+    model: ChangeClassifier, findings: Sequence[str], folds: int | None
+) -> Callable[[Batch], torch.Tensor]:
+    """Return a function from a batch to (B, L x C), the probabilities of each class."""
+    known = model.config.findings
+    if missing := [finding for finding in findings if finding not in known]:
+        message = f"the classifier knows {', '.join(known)}, and the data have labels of {', '.join(missing)}"
+        raise EvaluationError(message, "mismatch", field="checkpoint")
+    if folds is not None:
+        raise EvaluationError("folds are those of a probe of a dual-encoder; leave them out", "conflict", field="folds")
+    columns = [known.index(finding) for finding in findings]
+
+    def score(batch: Batch) -> torch.Tensor:
+        return model.change_logits(batch)[:, columns].double().softmax(dim=2).flatten(1)
+
+    return score
+
+
+def _recorded(model: Model | ChangeClassifier, folds: int | None, prompts: str) -> dict[str, Any]:
+    """Return the settings of the scores."""
+    if isinstance(model, ChangeClassifier):
+        return {"classifier": True}
+    return {"prompts": prompts} if folds is None else {"folds": folds}
+
+
 @torch.no_grad()
 def _encode(
-    model: Model,
+    model: Model | ChangeClassifier,
     loader: Loader,
     by_key: Mapping[str, tuple[int, Sample]],
-    use_prior: bool,
-    score: Callable[[Embeddings], torch.Tensor],
+    score: Callable[[Batch], torch.Tensor],
 ) -> tuple[torch.Tensor, list[str], int, dict[str, int]]:
     """Return (N, K) on the CPU and keys of the labelled images, how many lack a prior image, and unreadable images."""
     batches, keys, without_prior = FullPass(loader), list[str](), 0
@@ -184,11 +213,11 @@ def _encode(
     device = next(model.parameters()).device
     with evaluating(model):
         for batch in batches:
-            rows = [row for row, key in enumerate(batch.keys) if _change(by_key[key][1])]
+            rows = [row for row, key in enumerate(batch.keys) if changes_of(by_key[key][1])]
             if not rows:
                 continue
             kept = batch.rows(rows).to(device)
-            parts.append(score(_embed(model, kept, use_prior)).cpu())
+            parts.append(score(kept).cpu())
             keys += kept.keys
             without_prior += 0 if kept.has_prior_B is None else int((~kept.has_prior_B).sum())
     encoded_NK = torch.cat(parts)
@@ -197,13 +226,15 @@ def _encode(
     return encoded_NK, keys, without_prior, batches.unreadable
 
 
-def _embed(model: Model, batch: Batch, use_prior: bool) -> Embeddings:
+def _embedded(
+    model: Model, use_prior: bool, of_images: Callable[[Embeddings], torch.Tensor], batch: Batch
+) -> torch.Tensor:
     if not (use_prior and isinstance(model, SupportsPriors)):
-        return model.embed_images(batch.image_BCHW)
+        return of_images(model.embed_images(batch.image_BCHW))
     if batch.prior_image_BCHW is None or batch.has_prior_B is None:
         message = "the loader makes no prior images; open it with inputs=Inputs(prior_image=True)"
         raise EvaluationError(message, "missing", field="loader")
-    return model.embed_with_prior(batch.image_BCHW, batch.prior_image_BCHW, batch.has_prior_B)
+    return of_images(model.embed_with_prior(batch.image_BCHW, batch.prior_image_BCHW, batch.has_prior_B))
 
 
 def change_metrics(scores_NLC: Array, truth_NL: NDArray[np.int64], findings: Sequence[str]) -> MetricGroup:
@@ -233,3 +264,18 @@ def change_metrics(scores_NLC: Array, truth_NL: NDArray[np.int64], findings: Seq
         )
 
     return MetricGroup(rows, statistic)
+
+
+class ChangeEval:
+    """Accuracy of a `ChangeClassifier` during training, without intervals.
+
+    `ChangeEval(loader)(model)` returns "change/macro_accuracy" and "change/accuracy", means over findings.
+    """
+
+    def __init__(self, loader: Loader) -> None:
+        self.loader = loader
+
+    def __call__(self, model: ChangeClassifier) -> dict[str, float]:
+        """Return the metrics of the current model. Raises EvaluationError as `change_classification` does."""
+        results = change_classification(model, self.loader, resamples=0).results
+        return {f"change/{metric}": results.row(metric, "macro").value for metric in ("macro_accuracy", "accuracy")}

@@ -6,11 +6,11 @@ from pathlib import Path
 import numpy as np
 
 from medvl.eval.change.evaluate import ChangeResult
-from medvl.eval.change.prompts import CHANGES
 from medvl.eval.core.publish import PageHeader
 from medvl.eval.html.header import header_facts, headline
 from medvl.eval.html.page import Page, Picture, Pictures, Pixels, Section, Strip, thumbnail_uri, write_page
 from medvl.eval.html.tables import Cell, Table, metric_cell
+from medvl.schema import CHANGES
 
 _LIMITS = (
     "A research evaluation, not for clinical use. Labels are one reading of two images.",
@@ -53,7 +53,7 @@ def write_change_page(
         ],
         facts=header_facts(results, header, units="patients", extra=extra),
         sections=sections,
-        limits=_LIMITS,
+        limits=_LIMITS if "prompts" in results.config else _LIMITS[:1],
         findings=result.findings,
     )
     return write_page(page, path)
@@ -61,6 +61,8 @@ def write_change_page(
 
 def _scores(result: ChangeResult) -> str:
     config = result.results.config
+    if "classifier" in config:
+        return "probabilities of the classifier"
     if "folds" in config:
         return f"linear probe, cross-validated over {config['folds']} folds of patients"
     return f"similarity with the prompts {config['prompts']}"

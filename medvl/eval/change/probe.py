@@ -10,10 +10,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from medvl.errors import EvaluationError
-from medvl.eval.change.prompts import CHANGES
 from medvl.eval.core.metrics import Array
 from medvl.eval.probing.evaluate import choose_probe
 from medvl.eval.probing.solver import Standardizer
+from medvl.schema import CHANGES
 
 
 def cross_validated_scores(

@@ -8,9 +8,8 @@ from pathlib import Path
 
 from medvl.common.untrusted import parse_json
 from medvl.errors import EvaluationError
+from medvl.schema import CHANGES
 
-CHANGES = ("improving", "stable", "worsening")
-"""Classes of MS-CXR-T, in the order of all arrays."""
 _DEFAULT = {
     "improving": ("{finding} is improving.", "{finding} has improved.", "{finding}, decreased since the prior study."),
     "stable": ("{finding} is stable.", "{finding} is unchanged.", "{finding}, unchanged since the prior study."),

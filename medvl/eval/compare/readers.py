@@ -17,7 +17,6 @@ import numpy as np
 from medvl.data.annotations.questions import Question
 from medvl.data.text_tasks.tasks import TASKS
 from medvl.eval.change.evaluate import change_metrics
-from medvl.eval.change.prompts import CHANGES
 from medvl.eval.classification.label_policy import LabelPolicy
 from medvl.eval.core.metric_rows import MetricGroup, MetricRow, label_mean_metrics, mean_metrics
 from medvl.eval.core.metrics import Array
@@ -36,6 +35,7 @@ from medvl.eval.retrieval.image_text import rank_groups
 from medvl.eval.text_tasks.metrics import mean_over_seeds, summed_metric
 from medvl.eval.vqa.baselines import QUESTION_ONLY
 from medvl.eval.vqa.evaluate import ACCURACY, GAIN, MODEL, attribute_masks, masked_means, type_masks
+from medvl.schema import CHANGES
 
 Line = Mapping[str, Any]
 Lines = Sequence[Line]

@@ -1,7 +1,7 @@
 """Protocols of the models, loaders and sources that evaluators accept."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Protocol, runtime_checkable
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -32,14 +32,6 @@ class Model(SupportsSimilarity, Protocol):
 
     def modules(self) -> Iterator[torch.nn.Module]:
         """Same as `torch.nn.Module.modules`."""
-
-
-@runtime_checkable
-class SupportsPriors(Protocol):
-    """A dual-encoder that compares an image with the patient's prior image."""
-
-    def embed_with_prior(self, image_BCHW: Tensor, prior_BCHW: Tensor, has_prior_B: Tensor) -> Embeddings:
-        """Return embeddings for `similarity`; where has_prior_B is False, of pixels alone."""
 
 
 class Source(Protocol):

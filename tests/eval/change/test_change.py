@@ -21,9 +21,9 @@ from medvl.errors import EvaluationError
 from medvl.eval.change.evaluate import ChangeResult, change_classification
 from medvl.eval.change.page import write_change_page
 from medvl.eval.change.probe import cross_validated_scores
-from medvl.eval.change.prompts import CHANGES, load_change_prompts
+from medvl.eval.change.prompts import load_change_prompts
 from medvl.eval.core.publish import PageHeader
-from medvl.schema import Embeddings, Inputs, Sample
+from medvl.schema import CHANGES, Embeddings, Inputs, Sample
 
 LABELS = [  # of images 1, 2, ...; image 0 is the prior image of all
     {"Edema": "improving"},

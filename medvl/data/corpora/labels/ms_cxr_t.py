@@ -10,12 +10,11 @@ from medvl.common.untrusted import InputFolders
 from medvl.data.corpora.common.record_file import Records
 from medvl.data.corpora.common.tables import Plan, Record, find_file, find_suffix, malformed, read_table
 from medvl.data.privacy.deidentify import Deidentifier
-from medvl.schema import Sample
+from medvl.schema import CHANGES, Sample
 
 NAME = "ms-cxr-t"
 TABLE = "MS_CXR_T_temporal_image_classification_v1.0.0.csv"
 LABELS = ("Consolidation", "Edema", "Pleural Effusion", "Pneumonia", "Pneumothorax")
-CHANGES = ("improving", "stable", "worsening")
 COUNTS: Mapping[str, int] = {"pairs": 1_045, "labels": 1_326}
 """Rows and labels of the release."""
 

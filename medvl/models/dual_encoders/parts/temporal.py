@@ -1,12 +1,22 @@
-"""Pooling of the patches of an image and its prior image (BioViL-T)."""
+"""Images with their prior images: the protocol of systems that read both, and the pooling of BioViL-T."""
 
 import functools
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 
+from medvl.schema import Embeddings
+
 _POSITION_EPS, _PERIODS = 1e-6, 10_000.0
+
+
+@runtime_checkable
+class SupportsPriors(Protocol):
+    """A dual-encoder that compares an image with the patient's prior image."""
+
+    def embed_with_prior(self, image_BCHW: Tensor, prior_BCHW: Tensor, has_prior_B: Tensor) -> Embeddings:
+        """Return embeddings for `similarity`; where has_prior_B is False, of pixels alone."""
 
 
 class TemporalPooler(nn.Module):

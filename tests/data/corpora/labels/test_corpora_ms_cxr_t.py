@@ -16,6 +16,7 @@ from medvl.data.privacy.deidentify import Deidentifier
 from medvl.data.shards.source import ShardSource
 from medvl.errors import CorpusError
 from medvl.phantom import World, write_mimic_cxr_jpg, write_ms_cxr_t
+from medvl.schema import CHANGES
 
 IMAGES = [f"{number:08x}-bde0afdd-112c0b34-7bc16630-4e384014" for number in range(4)]
 NAMES = [f"p10/p10000032/s5041426{number}/{image}" for number, image in enumerate(IMAGES)]
@@ -81,7 +82,7 @@ def test_phantom_changes_agree_with_its_findings_and_convert(tmp_path: Path) -> 
     pairs = [(sample, samples[prior]) for sample, prior in zip(samples, prior_N, strict=True) if prior >= 0]
     assert len(pairs) > 5
     changes = {value for sample, _ in pairs for value in change_in(sample).values()}
-    assert changes == set(ms_cxr_t.CHANGES)
+    assert changes == set(CHANGES)
     assert all(sample.patient == prior.patient and sample.study != prior.study for sample, prior in pairs)
     assert all("prior" not in sample.extra for sample, prior in zip(samples, prior_N, strict=True) if prior < 0)
     labels = [
