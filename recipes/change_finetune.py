@@ -1,7 +1,7 @@
 """A classifier of change between an image and its prior image, fine-tuned on a dual-encoder such as BioViL-T.
 
     torchrun recipes/change_finetune.py --init-from runs/biovil-t-mimic/best
-    torchrun recipes/change_finetune.py --init-from runs/biovil-t-mimic/best --no-use-prior   # the image alone
+    torchrun recipes/change_finetune.py --init-from runs/biovil-t-mimic/best --use-prior False   # the image alone
     torchrun recipes/change_finetune.py tiny          # on the phantom's BioViL-T, two CPU cores
     medvl eval change --checkpoint runs/change/best --data shards/ms-cxr-t/test
 

@@ -19,7 +19,7 @@ Shape letters: N images, L findings, C classes of change, R resamples.
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +44,7 @@ from medvl.models.eval_mode import evaluating
 from medvl.schema import CHANGES, Batch, Embeddings, Sample
 
 PROTOCOL, PROTOCOL_VERSION = "change", 1
+Scorer = Callable[[Batch], torch.Tensor]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -99,38 +100,32 @@ def change_classification(
         resamples, seed: number of the bootstrap resamples; seed of these and of the folds.
         checkpoint: the model's, whose hash is recorded.
 
+    Findings that a classifier does not know are left out.
+
     Raises EvaluationError where labels of change or images are missing, a score is not finite, folds do not fit, or a
-    classifier lacks a finding.
+    classifier knows none of the findings.
     """
     prompts = prompts or load_change_prompts()
     by_key = samples_by_key(loader.source)
-    findings = tuple(sorted({name for _, sample in by_key.values() for name in changes_of(sample)}))
-    if not findings:
-        message = "no image has a label of change; convert MS-CXR-T with `medvl shards ms-cxr-t`"
-        raise EvaluationError(message, "missing", field="data")
-    if isinstance(model, ChangeClassifier):
-        use_prior, score = model.config.use_prior, _classifier_scorer(model, findings, folds)
-    else:
-        use_prior = use_prior and isinstance(model, SupportsPriors)
-        of_images = _vectors if folds is not None else _prompt_scorer(model, prompts, findings)
-        score = functools.partial(_embedded, model, use_prior, of_images)
+    findings = _labelled_findings(sample for _, sample in by_key.values())
+    score, findings, use_prior = _choose_scorer(model, prompts, findings, use_prior, folds)
     encoded_NK, keys, without_prior, unreadable = _encode(model, loader, by_key, score)
     positions, samples = zip(*(by_key[key] for key in keys), strict=True)
     truth_NL = np.array([[_truth(sample, finding) for finding in findings] for sample in samples])
     patients = [sample.patient for sample in samples]
-    if folds is None:
-        scores_NLC = encoded_NK.double().numpy().reshape(len(keys), len(findings), len(CHANGES))
-    else:
+    scores_NLC = encoded_NK.double().numpy().reshape(*truth_NL.shape, -1)
+    if folds is not None:
         scores_NLC = cross_validated_scores(encoded_NK, truth_NL, patients, folds=folds, seed=seed)
     groups = [change_metrics(scores_NLC, truth_NL, findings)]
     rows = measure(groups, len(samples), resamples=resamples, seed=seed, groups=patients)
+    recorded = _recorded(model, folds, prompts.name)
     results = Results(
         protocol=PROTOCOL,
         protocol_version=PROTOCOL_VERSION,
         rows=rows,
-        config={"use_prior": use_prior, "resamples": resamples, "seed": seed} | _recorded(model, folds, prompts.name),
+        config={"use_prior": use_prior, "resamples": resamples, "seed": seed} | recorded,
         inputs=input_hashes(checkpoint, manifest=loader)
-        | ({} if folds is not None or isinstance(model, ChangeClassifier) else {"prompts": prompts.sha256}),
+        | ({"prompts": prompts.sha256} if "prompts" in recorded else {}),
         details={
             "images": len(samples),
             "without_prior": without_prior,
@@ -142,6 +137,15 @@ def change_classification(
         results=results, findings=findings, samples=samples, positions=positions, scores_NLC=scores_NLC,
         truth_NL=truth_NL,
     )  # fmt: skip
+
+
+def _labelled_findings(samples: Iterable[Sample]) -> tuple[str, ...]:
+    """Return the findings that have labels of change, sorted. Raises EvaluationError where there is none."""
+    findings = tuple(sorted({name for sample in samples for name in changes_of(sample)}))
+    if not findings:
+        message = "no image has a label of change; convert MS-CXR-T with `medvl shards ms-cxr-t`"
+        raise EvaluationError(message, "missing", field="data")
+    return findings
 
 
 def _truth(sample: Sample, finding: str) -> int:
@@ -175,22 +179,36 @@ def _prompt_scorer(
     return score
 
 
-def _classifier_scorer(
-    model: ChangeClassifier, findings: Sequence[str], folds: int | None
-) -> Callable[[Batch], torch.Tensor]:
-    """Return a function from a batch to (B, L x C), the probabilities of each class."""
-    known = model.config.findings
-    if missing := [finding for finding in findings if finding not in known]:
-        message = f"the classifier knows {', '.join(known)}, and the data have labels of {', '.join(missing)}"
-        raise EvaluationError(message, "mismatch", field="checkpoint")
+def _choose_scorer(
+    model: Model | ChangeClassifier,
+    prompts: ChangePrompts,
+    findings: tuple[str, ...],
+    use_prior: bool,
+    folds: int | None,
+) -> tuple[Scorer, tuple[str, ...], bool]:
+    """Return a function from a batch to scores or vectors, the findings, and whether prior images are read."""
+    if not isinstance(model, ChangeClassifier):
+        use_prior = use_prior and isinstance(model, SupportsPriors)
+        of_images = _vectors if folds is not None else _prompt_scorer(model, prompts, findings)
+        return functools.partial(_embedded, model, use_prior, of_images), findings, use_prior
     if folds is not None:
-        raise EvaluationError("folds are those of a probe of a dual-encoder; leave them out", "conflict", field="folds")
-    columns = [known.index(finding) for finding in findings]
+        message = "folds are those of a probe of a dual-encoder; leave them out for a classifier"
+        raise EvaluationError(message, "conflict", field="folds")
+    findings = _known_findings(model, findings)
+    return functools.partial(_probabilities, model, findings), findings, model.config.use_prior
 
-    def score(batch: Batch) -> torch.Tensor:
-        return model.change_logits(batch)[:, columns].double().softmax(dim=2).flatten(1)
 
-    return score
+def _known_findings(model: ChangeClassifier, findings: Sequence[str]) -> tuple[str, ...]:
+    known = tuple(finding for finding in findings if finding in model.config.findings)
+    if not known:
+        message = f"the classifier knows {', '.join(model.config.findings)}, the labels are of {', '.join(findings)}"
+        raise EvaluationError(message, "mismatch", field="checkpoint")
+    return known
+
+
+def _probabilities(model: ChangeClassifier, findings: Sequence[str], batch: Batch) -> torch.Tensor:
+    columns = [model.config.findings.index(finding) for finding in findings]
+    return model.change_logits(batch)[:, columns].double().softmax(dim=2).flatten(1)
 
 
 def _recorded(model: Model | ChangeClassifier, folds: int | None, prompts: str) -> dict[str, Any]:
@@ -205,7 +223,7 @@ def _encode(
     model: Model | ChangeClassifier,
     loader: Loader,
     by_key: Mapping[str, tuple[int, Sample]],
-    score: Callable[[Batch], torch.Tensor],
+    score: Scorer,
 ) -> tuple[torch.Tensor, list[str], int, dict[str, int]]:
     """Return (N, K) on the CPU and keys of the labelled images, how many lack a prior image, and unreadable images."""
     batches, keys, without_prior = FullPass(loader), list[str](), 0
