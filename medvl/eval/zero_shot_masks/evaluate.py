@@ -3,8 +3,8 @@
 Protocol "zero_shot_masks", version 1:
 
 * The map of a finding is that of its phrase, by default `medvl.data.statement` ("There is pneumothorax."), as in the
-  evaluation of grounding. It is scaled to 0..1 within its image ("unit"; a constant map to 0), or kept ("none", for
-  maps that are probabilities, such as RadZero's).
+  evaluation of grounding. It is scaled to 0..1 within its image ("unit"; a constant map to 0), or its sigmoid is taken
+  ("sigmoid", for maps of log-odds, such as RadZero's), or it is kept ("none", for maps that are within 0..1 already).
 * Everything else is the protocol "segmentation": a threshold and a minimum share of the image of each finding are
   chosen on validation images of other patients, never on the test images. RadZero's published Dice has thresholds of
   the test images, and counts images with a mask alone: compare it with "dice_masked".
@@ -33,7 +33,7 @@ from medvl.models import DualEncoder
 from medvl.schema import Batch
 
 PROTOCOL, PROTOCOL_VERSION = "zero_shot_masks", 1
-Scale = Literal["unit", "none"]
+Scale = Literal["unit", "sigmoid", "none"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -81,8 +81,8 @@ class PhraseSegmenter:
         return [torch.stack([self._scaled(map_HW) for map_HW in of_image]) for of_image in zip(*by_label, strict=True)]
 
     def _scaled(self, map_HW: Tensor) -> Tensor:
-        if self.scale == "none":
-            return map_HW
+        if self.scale != "unit":
+            return map_HW if self.scale == "none" else map_HW.sigmoid()
         seen = map_HW[~map_HW.isnan()]
         if not seen.numel():
             return map_HW

@@ -90,6 +90,10 @@ class RadZero(TextMaps, TokenLayers, LearnedScale):
         return Losses.weighted(statement_to_image=(to_image, 0.5), image_to_statement=(to_statement, 0.5))
 
     def cell_maps(self, image_BCHW: Tensor, texts: Sequence[str]) -> Tensor:
-        """See the base class: the sigmoid of the scaled cosine of every patch."""
+        """See the base class: the scaled cosine of every patch, the log-odds of published masks.
+
+        Published code takes the sigmoid behind the interpolation, and for masks alone (`medvl.eval.zero_shot_masks`
+        with scale "sigmoid"): high log-odds have a sigmoid of 1, in which the maximum is lost.
+        """
         patches_BPE, text_BE = self.embed_regions(image_BCHW), self.embed_texts(texts).global_NE
-        return (self.logit_scale.exp() * (patches_BPE @ text_BE[:, :, None]).squeeze(2)).sigmoid()
+        return self.logit_scale.exp() * (patches_BPE @ text_BE[:, :, None]).squeeze(2)

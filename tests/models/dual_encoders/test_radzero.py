@@ -1,5 +1,6 @@
 """RadZero: its loss and similarity against the formulas, and the defects of its released code."""
 
+import math
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,8 @@ from torch import Tensor
 
 import medvl
 from medvl.errors import ConfigError
+from medvl.eval.grounding.heatmaps import phrase_maps
+from medvl.eval.zero_shot_masks.evaluate import MaskLabels, PhraseSegmenter
 from medvl.losses.local.statements import in_chunks, patch_cosine, statement_contrast
 from medvl.models.dual_encoders.parts.statements import embed_statements
 
@@ -157,8 +160,6 @@ def test_equal_patches_have_a_flat_map_and_a_saved_model_is_the_same(
     pixels_BCHW = torch.randint(0, 256, (2, 1, 32, 32), dtype=torch.uint8)
     (_, map_HW) = model.attention_maps(pixels_BCHW, ["edema", "left effusion"], [(40, 32), (40, 50)])
     assert map_HW.shape == (40, 50)
-    seen_HW = map_HW[~map_HW.isnan()]
-    assert 0 <= seen_HW.min() <= seen_HW.max() <= 1
     medvl.models.save(model, tmp_path)
     again = medvl.models.load(tmp_path).eval()
     torch.testing.assert_close(again.similarity(pixels_BCHW, ["edema"]), model.similarity(pixels_BCHW, ["edema"]))
@@ -166,6 +167,28 @@ def test_equal_patches_have_a_flat_map_and_a_saved_model_is_the_same(
     monkeypatch.setattr(model.image_encoder, "grid", lambda *_: (2, 2))
     (map_HW,) = model.attention_maps(pixels_BCHW[:1], ["edema"])
     assert map_HW.std() < 1e-6
+
+
+def test_maps_are_log_odds_whose_maximum_is_kept_at_any_scale() -> None:
+    """Published: cosines are interpolated, and the sigmoid is for masks; at a scale of 60 that of a cosine of 0.3 is
+    1 in float32."""
+    model = radzero(tokenizer=gloria_ranks.tiny_tokenizer(), vocab_size=None).eval()
+    with torch.no_grad():
+        model.logit_scale.fill_(math.log(60))
+    pixels_BCHW = torch.randint(0, 256, (2, 1, 32, 32), dtype=torch.uint8)
+    texts, sizes = ["edema", "left effusion"], [(32, 32), (32, 32)]
+    maps = phrase_maps(model, pixels_BCHW, texts, sizes, maps="attention")
+    for map_HW, cosine_HW in zip(
+        maps, phrase_maps(model, pixels_BCHW, texts, sizes, maps="similarity"), strict=True
+    ):
+        torch.testing.assert_close(map_HW, 60 * cosine_HW)
+    segmenter = PhraseSegmenter(
+        model=model, config=MaskLabels(labels=("A",)), phrases=("edema",), kind="attention", scale="sigmoid"
+    )
+    masks = segmenter.maps(make_batch("radzero").rows([0, 1]), sizes)
+    everything = segmenter.model.attention_maps(make_batch("radzero").image_BCHW[:2], ["edema"] * 2, sizes)
+    for mask_LHW, logits_HW in zip(masks, everything, strict=True):
+        torch.testing.assert_close(mask_LHW[0], logits_HW.sigmoid())
 
 
 def test_in_chunks_gives_dropout_the_same_numbers_in_both_passes() -> None:
