@@ -251,8 +251,14 @@ class ConVIRTAugmentation:
     size: int = 224
     flip: Flip = "swap_text"
     """The paper flips half of the images without changing the text, which is `plain`."""
+    flip_rate: float = 0.5
+    """Share of the images that are flipped, of those that may be."""
+    pad: bool = False
+    """Add black borders to a square before the crop (MedCLIP, CARZero)."""
     area: tuple[float, float] = (0.6, 1.0)
     """Range of the crop's area as a share of the image."""
+    aspect: tuple[float, float] = (3 / 4, 4 / 3)
+    """Range of the crop's width over its height."""
     rotation: float = 20.0
     """Maximum rotation in either direction, in degrees."""
     translation: float = 0.1
@@ -284,6 +290,11 @@ class ConVIRTAugmentation:
         _check_size(self.size)
         if not 0 < self.area[0] <= self.area[1] <= 1:
             raise ConfigError(f"area must be a range within (0, 1], got {self.area}", "out_of_range", field="area")
+        if not 0 < self.aspect[0] <= self.aspect[1]:
+            raise ConfigError(f"aspect must be a range above 0, got {self.aspect}", "out_of_range", field="aspect")
+        if not 0 <= self.flip_rate <= 1:
+            message = f"flip_rate must be within [0, 1], got {self.flip_rate}"
+            raise ConfigError(message, "out_of_range", field="flip_rate")
         check_flip(self.flip)
 
     def for_texts(self, texts: Iterable[str]) -> Self:
@@ -298,7 +309,7 @@ class ConVIRTAugmentation:
 
         pipeline = albumentations.Compose(
             [
-                albumentations.RandomResizedCrop((self.size, self.size), scale=self.area, p=1.0),
+                albumentations.RandomResizedCrop((self.size, self.size), scale=self.area, ratio=self.aspect, p=1.0),
                 albumentations.Affine(
                     rotate=(-self.rotation, self.rotation),
                     translate_percent=(-self.translation, self.translation),
@@ -319,9 +330,10 @@ class ConVIRTAugmentation:
 
         def apply(image: np.ndarray, rng: np.random.Generator) -> Transformed:
             pipeline.set_random_seed(int(rng.integers(2**31)))
-            flipped = flips and bool(rng.random() < 0.5)
+            flipped = flips and bool(rng.random() < self.flip_rate)
             # Mirroring first is equivalent: the distributions of the other steps are symmetric.
             source = np.ascontiguousarray(image[:, ::-1]) if flipped else image
+            source = _to_square(source) if self.pad else source
             return Transformed(_with_channels(pipeline(image=_with_channels(source))["image"]), flipped)
 
         return apply
@@ -342,6 +354,14 @@ def _resize(image: np.ndarray, height: int, width: int) -> np.ndarray:
         image = cv2.resize(image, smaller[::-1], interpolation=cv2.INTER_AREA)
     shrinks = height * width < image.shape[0] * image.shape[1]
     return cv2.resize(image, (width, height), interpolation=cv2.INTER_AREA if shrinks else cv2.INTER_LINEAR)
+
+
+def _to_square(image: np.ndarray) -> np.ndarray:
+    """Return the image in the middle of a black square as large as its longer side."""
+    height, width = image.shape[:2]
+    down, across = max(width - height, 0), max(height - width, 0)
+    sides = down // 2, down - down // 2, across // 2, across - across // 2
+    return cv2.copyMakeBorder(image, *sides, cv2.BORDER_CONSTANT, value=(0, 0, 0))
 
 
 def _with_channels(image: np.ndarray) -> np.ndarray:

@@ -100,6 +100,37 @@ def test_half_of_the_images_are_flipped_and_marked(flip: str) -> None:
     assert 70 < flipped < 130
 
 
+def test_other_rates_of_flips() -> None:
+    """CARZero mirrors three images in ten."""
+    apply = ConVIRTAugmentation(size=16, flip_rate=0.3).build()
+    assert 40 < sum(apply(ramp(16, 16), rng(seed)).flipped for seed in range(200)) < 80
+    assert not any(
+        ConVIRTAugmentation(size=16, flip_rate=0).build()(ramp(16, 16), rng(seed)).flipped for seed in range(9)
+    )
+
+
+@pytest.mark.parametrize("shape", [(200, 121), (121, 200), (200, 121, 3), (150, 150)])
+def test_a_square_crop_of_the_padded_image_is_that_of_random_crop(shape: tuple[int, ...]) -> None:
+    """MedCLIP and CARZero: long side to 256, black borders, a random square of 224; nothing is stretched."""
+    image = np.full(shape, 255, np.uint8)
+    image[20:60, 20:60] = 100  # a square, which a crop of another aspect would stretch
+    settings = {"rotation": 0, "translation": 0, "scale": (1, 1), "brightness": 0, "contrast": 0}
+    crop = ConVIRTAugmentation(
+        size=175, flip="off", pad=True, area=(0.7656, 0.7656), aspect=(1, 1), blur_sigma=(0.1, 0.1), **settings
+    ).build()
+    side = max(shape[:2])
+    square = np.zeros((side, side), np.uint8)
+    top, left = (side - shape[0]) // 2, (side - shape[1]) // 2
+    square[top : top + shape[0], left : left + shape[1]] = image.reshape(*shape[:2], -1)[..., 0]
+    for seed in range(20):
+        out = crop(image, rng(seed)).image_HWC[..., 0]
+        assert out.shape == (175, 175)
+        part = cv2.resize(square, (200, 200), interpolation=cv2.INTER_LINEAR) if side != 200 else square
+        best = cv2.matchTemplate(part, out, cv2.TM_SQDIFF).min() / 175**2
+        assert best < 40  # grey levels squared: interpolation of edges
+        assert (out == 0).mean() == pytest.approx((part == 0).mean(), abs=0.15)
+
+
 def test_flip_off_never_flips() -> None:
     apply = ConVIRTAugmentation(size=64, flip="off").build()
     assert not any(apply(ramp(80, 80), rng(seed)).flipped for seed in range(50))
@@ -139,6 +170,8 @@ def test_crop_widths_match_the_published_area() -> None:
         (lambda: ConVIRTAugmentation(size=100_000), ("out_of_range", "size")),
         (lambda: ConVIRTAugmentation(area=(0.0, 1.0)), ("out_of_range", "area")),
         (lambda: ConVIRTAugmentation(area=(0.9, 0.5)), ("out_of_range", "area")),
+        (lambda: ConVIRTAugmentation(aspect=(1.5, 0.5)), ("out_of_range", "aspect")),
+        (lambda: ConVIRTAugmentation(flip_rate=1.5), ("out_of_range", "flip_rate")),
         (lambda: ConVIRTAugmentation(flip="sometimes"), ("unknown_name", "flip")),
     ],
 )
