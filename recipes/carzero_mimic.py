@@ -36,7 +36,10 @@ paper = ZeroShotRecipe(
         text=Statements(),
         image=ConVIRTAugmentation(
             size=224,
+            flip_rate=0.3,
+            pad=True,
             area=(0.7656, 0.7656),  # 224 of 256 pixels
+            aspect=(1.0, 1.0),
             rotation=30,
             translation=0.1,
             scale=(0.9, 1.1),
@@ -46,7 +49,12 @@ paper = ZeroShotRecipe(
         ),
     ),
     optim=OptimConfig(
-        optimizer="adam", lr=5e-5, weight_decay=1e-6, clip_norm=0.25, schedule=Plateau(factor=0.5, patience=5)
+        optimizer="adam",
+        lr=5e-5,
+        betas=(0.5, 0.999),
+        weight_decay=1e-6,
+        clip_norm=0.25,
+        schedule=Plateau(factor=0.5, patience=5),
     ),
     train=TrainConfig(
         run_dir=Path("runs/carzero-mimic"), epochs=15, global_batch=256, precision="bf16", early_stop_patience=10

@@ -7,9 +7,9 @@
 Preset `paper`: the settings of the authors' configuration, with ImageNet's ResNet-50; Bio_ClinicalBERT, which is
 frozen, comes from the hub on first use. Differences: entities are the label columns and places those of the labeler's
 clauses, or both from RadGraph (`medvl knowledge radgraph`), where the authors have 75 observations and 51 places of
-RadGraph; aspects are written by hand and not by a language model; the contrast's targets are normalised; no
-RandAugment; mirrored images have mirrored places. The authors report different epochs of a run on different test sets;
-here validation data choose one.
+RadGraph; aspects are written by hand and not by a language model; the contrast's targets are normalised; changes of
+brightness and contrast in place of RandAugment; mirrored images have mirrored places. The authors train on validation
+and test reports as well, and report different epochs of a run on different test sets; here validation data choose one.
 
 Goals on MIMIC-CXR with prompts `statements`, the published figures: AUROC of CheXpert's five 0.90, of ChestX-ray14
 0.74, of RSNA pneumonia 0.86, of SIIM pneumothorax 0.92. A run of ours needs the credentialed data.
@@ -17,6 +17,7 @@ Goals on MIMIC-CXR with prompts `statements`, the published figures: AUROC of Ch
 Preset `tiny`: 12 epochs from the encoders of `recipes/convirt_mimic.py tiny`, with its augmentation and schedule.
 """
 
+import dataclasses
 from pathlib import Path
 
 from medvl.data import ConVIRTAugmentation, WholeText
@@ -31,10 +32,12 @@ paper = ZeroShotRecipe(
         train="shards/mimic-cxr/train",
         valid=Path("shards/mimic-cxr/validate"),
         text=WholeText(),
-        image=ConVIRTAugmentation.crop(224, area=(0.2, 1.0), flip="swap_text"),
+        image=dataclasses.replace(
+            ConVIRTAugmentation.crop(224, area=(0.2, 1.0), flip="swap_text"), brightness=0.4, contrast=0.4
+        ),
     ),
-    # Five epochs of about 240,000 frontal images.
-    optim=OptimConfig(optimizer="adamw", lr=1e-4, weight_decay=0.02, schedule=Cosine(warmup_steps=9_400, min_lr=1e-5)),
+    # The released code advances its schedule by an epoch every 100 steps until the warm-up is over.
+    optim=OptimConfig(optimizer="adamw", lr=1e-4, weight_decay=0.02, schedule=Cosine(warmup_steps=500, min_lr=1e-5)),
     train=TrainConfig(
         run_dir=Path("runs/mavl-mimic"), epochs=60, global_batch=128, precision="bf16", channels_last=True
     ),

@@ -106,11 +106,11 @@ def test_convirt_and_gloria_train_on_frontal_images() -> None:
 
 
 @pytest.mark.parametrize(("name", "epochs"), [("medklip", 5), ("mavl", 5), ("kad", 20)])
-def test_warm_up_has_the_published_epochs_of_the_shards_that_are_made(name: str, epochs: int) -> None:
+def test_warm_up_is_over_within_the_first_epoch_as_in_the_released_loop(name: str, epochs: int) -> None:
+    """That loop, which these systems share with ALBEF, takes 100 batches of the first epoch for one of the warm-up."""
     names = runpy.run_path(str(RECIPES[0].with_name(f"{name}_mimic.py")))
-    paper = names["PRESETS"]["paper"]
-    assert "--views PA AP" in names["MAKE_DATA"]  # 240,000 of 370,000 training images
-    assert paper.optim.schedule.warmup_steps * paper.train.global_batch == pytest.approx(epochs * 240_000, rel=0.01)
+    assert "--views PA AP" in names["MAKE_DATA"]
+    assert names["PRESETS"]["paper"].optim.schedule.warmup_steps == 100 * epochs
 
 
 def test_gloria_draws_sentences_of_two_words_and_not_of_one() -> None:

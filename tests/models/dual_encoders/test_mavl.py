@@ -120,6 +120,16 @@ def test_a_row_weighs_the_same_with_one_entity_and_with_ten(present: int) -> Non
     torch.testing.assert_close(rows_only, torch.tensor(75.0).log())
 
 
+def test_the_released_contrast_weighs_an_image_with_three_of_75_entities_a_twelfth() -> None:
+    """As `MAVLConfig.contrast_weight` says: it is the sum of both directions, means over all images and entities."""
+    generator = torch.Generator().manual_seed(0)
+    logits_NM = 5 * torch.randn(64, 75, generator=generator)
+    positive_NM = torch.rand(64, 75, generator=generator).argsort(dim=1) < 3
+    released = -sum((positive_NM * logits_NM.log_softmax(dim)).mean() for dim in (0, 1))
+    ours = losses.multi_positive(logits_NM, positive_NM)
+    assert (released / ours).item() == pytest.approx(2 * 3 / 75, rel=0.1)
+
+
 @pytest.mark.parametrize("unmentioned", ["absent", "ignored"])
 def test_losses_are_presence_place_and_the_contrast_of_every_aspect(unmentioned: str) -> None:
     model, batch = create(negative_places=None, unmentioned=unmentioned).eval(), make_batch()

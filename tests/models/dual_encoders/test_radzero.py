@@ -178,9 +178,7 @@ def test_maps_are_log_odds_whose_maximum_is_kept_at_any_scale() -> None:
     pixels_BCHW = torch.randint(0, 256, (2, 1, 32, 32), dtype=torch.uint8)
     texts, sizes = ["edema", "left effusion"], [(32, 32), (32, 32)]
     maps = phrase_maps(model, pixels_BCHW, texts, sizes, maps="attention")
-    for map_HW, cosine_HW in zip(
-        maps, phrase_maps(model, pixels_BCHW, texts, sizes, maps="similarity"), strict=True
-    ):
+    for map_HW, cosine_HW in zip(maps, phrase_maps(model, pixels_BCHW, texts, sizes, maps="similarity"), strict=True):
         torch.testing.assert_close(map_HW, 60 * cosine_HW)
     segmenter = PhraseSegmenter(
         model=model, config=MaskLabels(labels=("A",)), phrases=("edema",), kind="attention", scale="sigmoid"

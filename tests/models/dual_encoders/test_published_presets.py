@@ -1,0 +1,55 @@
+"""Presets `paper` of recipes: augmentation and optimiser of the released code, where it is public."""
+
+import runpy
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from medvl.data import ConVIRTAugmentation
+from medvl.models import KADConfig
+
+RECIPES = Path(__file__).parents[3] / "recipes"
+
+
+def preset(name: str) -> Any:
+    return runpy.run_path(str(RECIPES / f"{name}_mimic.py"))["PRESETS"]["paper"]
+
+
+def test_carzero_has_the_optimiser_and_flips_of_its_configuration() -> None:
+    paper = preset("carzero")
+    assert paper.optim.betas == (0.5, 0.999)
+    assert paper.data.image.flip_rate == 0.3
+
+
+@pytest.mark.parametrize("name", ["medclip", "carzero"])
+def test_crops_are_squares_of_the_padded_image_as_in_evaluation(name: str) -> None:
+    """Of an image of 700 x 1000 pixels, crops of any aspect were stretched by up to a third, and never had borders."""
+    paper = preset(name)
+    image = paper.data.image
+    assert (image.pad, image.aspect, image.area) == (True, (1, 1), (0.7656, 0.7656))
+    assert paper.model.fit == "pad"
+
+
+@pytest.mark.parametrize("name", ["cxrclip", "kad", "medklip", "mavl", "mrm", "medclip", "carzero"])
+def test_images_are_not_blurred(name: str) -> None:
+    """ConVIRT blurs with a deviation of up to three pixels; none of these does."""
+    assert preset(name).data.image.blur_sigma == (0.1, 0.1)
+    assert ConVIRTAugmentation().blur_sigma == (0.1, 3.0)
+
+
+@pytest.mark.parametrize(
+    ("name", "flip"),
+    [("cxrclip", "off"), *((name, "swap_text") for name in ("kad", "medklip", "mavl", "mrm", "carzero"))],
+)
+def test_images_are_mirrored_where_they_are_published_to_be(name: str, flip: str) -> None:
+    assert preset(name).data.image.flip == flip
+
+
+def test_cxrclip_has_the_published_jitter() -> None:
+    image = preset("cxrclip").data.image
+    assert (image.brightness, image.contrast, image.rotation, image.translation) == (0.1, 0.2, 0, 0)
+
+
+def test_reports_of_kad_have_256_tokens() -> None:
+    assert KADConfig().max_tokens == 256
