@@ -34,6 +34,7 @@ class KADConfig(QueryConfig):
     text_encoder: str = "pubmedbert"
     image_size: int = 512
     projection_dim: int = 768
+    max_tokens: int = 256
     unmentioned: Literal["absent", "ignored"] = "absent"
     """Entities that a report does not mention: absent, as published, or without a loss."""
     temperature: float = 0.07
