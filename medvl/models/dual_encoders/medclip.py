@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from medvl.common.checks import check_choice
 from medvl.encoders import ImageEncoder, TextEncoder, freeze_batch_norm_statistics
-from medvl.losses.pairs.soft_targets import LabelSimilarity, label_similarity, soft_targets
+from medvl.losses.pairs.soft_targets import LabelSimilarity, LabelValues, label_similarity, soft_targets
 from medvl.models.config_checks import check_within
 from medvl.models.dual_encoders.bases.bert import BertDualConfig, BertDualEncoder
 from medvl.models.dual_encoders.bases.pairs import Pairs
@@ -36,6 +36,8 @@ class MedCLIPConfig(BertDualConfig, ScaleConfig):
     label_similarity: LabelSimilarity = "cosine"
     """Similarity of the labels of an image and a text: "cosine" as in the paper; "dot", the released code's product,
     under which the targets of samples with several labels are nearly one-hot; "clamp", that product within [-1, 1]."""
+    label_values: LabelValues = "present"
+    """Values of the labels: "present", 1 for positive ones alone; "signed", also -1 for negative ones."""
     two_texts: bool = True
     """Average the loss over two draws of a sample's text; False for a text policy without randomness."""
     max_tokens: int = 77
@@ -43,6 +45,7 @@ class MedCLIPConfig(BertDualConfig, ScaleConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_choice(self.label_similarity, get_args(LabelSimilarity), "label_similarity")
+        check_choice(self.label_values, get_args(LabelValues), "label_values")
         check_within(self, "(0, inf)", "pixel_std")
 
 
@@ -92,10 +95,10 @@ class MedCLIP(LearnedScale, BertDualEncoder):
         """See the base class."""
         pairs = pairs.gather()
         assert pairs.labels_BL is not None, "the base class adds the labels of the batch"
-        images, scale, kind, terms = pairs.images, self.scale(), self.config.label_similarity, []
+        images, scale, config, terms = pairs.images, self.scale(), self.config, []
         for texts in (pairs.texts, *pairs.others.values()):
             labels_NL, labels_ML = pairs.labels_BL[images.pair_N], pairs.labels_BL[texts.pair_N]
-            targets_NM = label_similarity(labels_NL, labels_ML, kind)
+            targets_NM = label_similarity(labels_NL, labels_ML, config.label_similarity, values=config.label_values)
             terms.append(soft_targets(images.global_NE, texts.global_NE, targets_NM, scale))
         return Losses.sum(semantic_matching=torch.stack(terms).mean())
 

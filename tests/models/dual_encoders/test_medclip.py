@@ -26,7 +26,7 @@ def flags(*values: int) -> Tensor:
 
 
 def similarity(one_L: Tensor, two_L: Tensor, kind: str) -> float:
-    one_L, two_L = one_L.nan_to_num(), two_L.nan_to_num()
+    one_L, two_L = (one_L == 1).float(), (two_L == 1).float()
     if kind == "cosine":
         norms = one_L.norm() * two_L.norm()
         return float(one_L @ two_L / norms) if norms else 0.0
@@ -147,6 +147,8 @@ def test_a_text_is_drawn_once_where_its_policy_is_not_random() -> None:
 def test_unknown_similarities_are_refused() -> None:
     with raises(ConfigError, "unknown_name", "label_similarity"):
         medclip(label_similarity="euclid")
+    with raises(ConfigError, "unknown_name", "label_values"):
+        medclip(label_values="stored")
 
 
 @pytest.mark.parametrize("images", [0, 3])
