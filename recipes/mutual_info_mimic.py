@@ -32,8 +32,8 @@ paper = ZeroShotRecipe(
         valid=Path("shards/mimic-cxr/validate"),
         text=WholeText(),
         image=dataclasses.replace(
-            ConVIRTAugmentation.crop(256, area=(1.0, 1.0)), rotation=20.0, translation=0.1
-        ),  # no blur, no flip
+            ConVIRTAugmentation.crop(256, area=(1.0, 1.0)), aspect=(1.0, 1.0), rotation=20.0, translation=0.1
+        ),  # of the central square; no blur, no flip
     ),
     # Of about 240,000 frontal images, 100 epochs of batches of 8 have three million steps.
     optim=OptimConfig(optimizer="adamw", lr=5e-4, weight_decay=0.1, schedule=Linear(warmup_steps=300_000)),

@@ -1,7 +1,7 @@
 """LoVT: reports and images, and their sentences and regions (Mueller et al., arXiv 2112.02889, ECCV 2022)."""
 
 import dataclasses
-from typing import Any
+from typing import Any, Literal
 
 from torch import Tensor, nn
 
@@ -20,8 +20,10 @@ from medvl.schema import Embeddings, Losses
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LoVTConfig(LocalDualConfig):
-    """Settings of the authors' configuration LoVT_100."""
+    """Settings of the authors' configuration LoVT_100, except the normalisation: that of the encoder's weights, where the
+    released code takes mean and deviation of its data set."""
 
+    fit: Literal["crop", "pad", "squash"] = "pad"
     hidden_dim: int = 2048
     """Hidden width of the four projection heads."""
     pool_heads: int = 8

@@ -1,9 +1,11 @@
 """Presets `paper` of recipes: augmentation and optimiser of the released code, where it is public."""
 
+import dataclasses
 import runpy
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from medvl.data import ConVIRTAugmentation
@@ -53,3 +55,18 @@ def test_cxrclip_has_the_published_jitter() -> None:
 
 def test_reports_of_kad_have_256_tokens() -> None:
     assert KADConfig().max_tokens == 256
+
+
+def test_mutual_info_takes_the_central_square() -> None:
+    """The whole image was squeezed into a square, of other proportions than the central square of evaluation."""
+    paper = preset("mutual_info")
+    upright_HW = np.repeat(np.linspace(0, 255, 1000).astype(np.uint8)[:, None], 700, axis=1)
+    still = dataclasses.replace(paper.data.image, rotation=0, translation=0, brightness=0, contrast=0)
+    crop_HW = still.build()(upright_HW, np.random.default_rng(0)).image_HWC.squeeze()
+    assert paper.model.fit == "crop"
+    assert abs(int(crop_HW.min()) - 0.15 * 255) < 2
+    assert abs(int(crop_HW.max()) - 0.85 * 255) < 2
+
+
+def test_lovt_pads_in_evaluation() -> None:
+    assert preset("lovt").model.fit == "pad"
