@@ -47,8 +47,9 @@ class KEBERT(System):
     """InfoNCE of facts and names of concepts (section "knowledge encoder"): definitions, and relations without an end.
 
     Facts of one concept are positives of all its names in the batch. In the released code their targets are divided by
-    the length of the vector and not by its sum, so that they sum to more than 1. KAD takes the encoder and the head
-    with `init_from`, other systems the encoder.
+    the length of the vector and not by its sum, so that they sum to more than 1; it also masks 0.15 of the tokens of
+    half of the texts and keeps the inverse temperature below 100, which this class does not. KAD takes the encoder and
+    the head with `init_from`, other systems the encoder.
     """
 
     Config = KEBERTConfig

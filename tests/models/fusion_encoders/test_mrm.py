@@ -128,7 +128,7 @@ def test_the_loss_of_words_does_not_depend_on_padding() -> None:
     torch.testing.assert_close(model.word_loss(visible_BKD, longer), expected)
 
 
-def test_entities_are_masked_first_and_words_after_a_negation_weigh_less() -> None:
+def test_entities_are_masked_first() -> None:
     tokenizer = train_wordpiece(gloria_ranks.TEXTS, vocab_size=200, min_frequency=1)
     model = mrm(entities_first=True, negation_weight=0.05, entities=("lungs",), tokenizer=tokenizer)
     texts = ["The heart is mildly enlarged and the lungs are clear. No small left effusion. The heart is clear."]
@@ -147,9 +147,37 @@ def test_entities_are_masked_first_and_words_after_a_negation_weigh_less() -> No
         assert masked_BT[mention_BT].all()
         assert (masked.ids_BT[masked_BT] == tokenizer.mask_id).all()
         assert 0.2 < masked_BT.sum() / mask_BT.sum() < 0.5
-    negated_BT = words.negated(ids_BT)
-    spelled = "".join(tokenizer.token_texts[number] for number in ids_BT[0][negated_BT[0]].tolist())
-    assert "".join(spelled.split()).lower() == "nosmalllefteffusion"
+
+
+@pytest.mark.parametrize("entities", [("effusion", "lungs"), ()])
+def test_templates_weigh_less_and_what_precedes_entities_more(entities: tuple[str, ...]) -> None:
+    """The finding behind a template keeps its weight; before, the rest of the sentence had 0.05, and nothing gained."""
+    text = "There is no evidence of pleural effusion. Clear lungs. There is no large left effusion. No edema."
+    tokenizer = train_wordpiece([text, "Heart is large."], vocab_size=300, min_frequency=1)
+    model = mrm(entities_first=bool(entities), negation_weight=0.05, entities=entities, tokenizer=tokenizer)
+    ids_BT, mask_BT = tokenizer([text, "Heart is large."])
+    mention_BT = None
+    if model.words.entities is not None:
+        mention_BT = model.words.entities(ids_BT, mask_BT).mention_BT
+    weight_BT = model.words.word_weights(ids_BT, mask_BT, mention_BT)
+    pieces = [tokenizer.token_texts[number].strip().lower() for number in ids_BT[0].tolist()]
+    template = {place + k for place, piece in enumerate(pieces) if piece == "there" for k in range(3)}
+    template |= {place + k for place, piece in enumerate(pieces) if piece == "evidence" for k in range(2)}
+    near = {place - k for place, piece in enumerate(pieces) if piece in entities for k in (1, 2)}
+    near = {place for place in near if pieces[place] != "."}
+    # the released loop over one text, `expand_weight`
+    expected = [0.05 if place in template else 1.0 for place in range(len(pieces))]
+    if near:
+        both = len(near & template)
+        rate = (0.95 * (len(template) - both) + len(near)) / (len(near) - 0.95 * both)
+    else:
+        rate = len(pieces) / (len(pieces) - 0.95 * len(template))
+    expected = [value * rate if place in near or not near else value for place, value in enumerate(expected)]
+    assert len(template) == 8
+    assert len(near) == (5 if entities else 0)
+    torch.testing.assert_close(weight_BT[0], torch.tensor(expected))
+    torch.testing.assert_close((weight_BT * mask_BT).sum(dim=1), mask_BT.sum(dim=1).float())
+    assert (weight_BT[1] == 1).all()
 
 
 def test_contrast_is_the_mean_of_four_weighted_cross_entropies() -> None:

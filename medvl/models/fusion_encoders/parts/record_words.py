@@ -23,9 +23,9 @@ ENTITIES = (
     *("catheter", "tube", "pacemaker", "line", "lung", "lungs", "heart", "mediastinum", "pleura", "hilar", "cardiac"),
 )
 """Words that name a finding, a device or an organ; ECAMP has 44 of its own."""
-_NEGATIONS, _STOPS = ("no", "without", "not"), (".", ";")
+_TEMPLATES = "there is no evidence of", "there is no"
 _NEAR = 2
-"""Tokens on each side of an entity that are masked with it."""
+"""Tokens on each side of an entity that are masked with it, and before an entity that are its context."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -39,14 +39,16 @@ class RecordWordsConfig:
     """Mask words of entities and beside them before other words."""
     entities: tuple[str, ...] = ENTITIES
     negation_weight: float = 1.0
-    """Weight of words between a negation ("there is no", "without") and the end of its sentence."""
+    """Weight of the words "there is no (evidence of)". What they lose goes to the up to two words before each entity
+    (`entities_first`), or to all words of a text without."""
     text_fusion: Literal["add", "attention"] = "add"
     """How words read the image: its mean patch is added to each; or also what each attends to among the patches."""
 
     def check_words(self) -> None:
         """Raise ConfigError for a value out of range."""
         check_within(self, "(0, 1)", "mlm_probability")
-        check_within(self, "[0, inf)", "mlm_weight", "negation_weight")
+        check_within(self, "[0, inf)", "mlm_weight")
+        check_within(self, "(0, 1]", "negation_weight")
         check_choice(self.text_fusion, ("add", "attention"), "text_fusion")
 
 
@@ -80,10 +82,9 @@ class RecordWords:
         if config.entities_first:
             finder = EntityFinder.of((name, number) for number, name in enumerate(config.entities))
             self.entities = EntityLinker(finder, model.tokenizer, most=64)
-        self._cue_S, self._stop_S = (
-            torch.tensor([number for mark in marks if (number := model.tokenizer.vocabulary.get(mark)) is not None])
-            for marks in (_NEGATIONS, _STOPS)
-        )
+        finder = EntityFinder.of((name, number) for number, name in enumerate(_TEMPLATES))
+        self.templates = EntityLinker(finder, model.tokenizer, most=64)
+        self._stop = model.tokenizer.vocabulary.get(".", -1)
 
     def __call__(self, batch: Batch) -> RecordMask:
         """Mask words of the samples that have an image and a text."""
@@ -92,6 +93,7 @@ class RecordWords:
         usable_BT[row_K] = batch.mask_BT[row_K]
         uniform_3BT = torch.rand(3, *ids_BT.shape).to(ids_BT.device)
         order_BT = self.masking.draw(ids_BT, usable_BT, uniform_3BT).order_BT
+        mention_BT = None
         if self.entities is not None:
             mention_BT = self.entities(ids_BT, usable_BT).mention_BT.to(ids_BT.device)
             order_BT = _near_first(order_BT, mention_BT)
@@ -99,7 +101,7 @@ class RecordWords:
         position_N = masked_positions(ids_BT.masked_fill(~masked_BT, IGNORED))
         weight_BT = torch.ones(ids_BT.shape, device=ids_BT.device)
         if self.negation_weight != 1:
-            weight_BT = weight_BT.masked_fill(self.negated(ids_BT), self.negation_weight)
+            weight_BT = self.word_weights(ids_BT, usable_BT, mention_BT)
         return RecordMask(
             ids_BT=ids_BT.masked_fill(masked_BT, self.masking.mask_id),
             position_N=position_N,
@@ -107,14 +109,22 @@ class RecordWords:
             weight_N=weight_BT.flatten()[position_N],
         )
 
-    def negated(self, ids_BT: Tensor) -> Tensor:
-        """Return (B, T) bool: whether a token is a negation or behind one in its sentence."""
-        place_T = torch.arange(ids_BT.shape[1], device=ids_BT.device)
-        last_cue_BT, last_stop_BT = (
-            torch.where(torch.isin(ids_BT, marks_S.to(ids_BT.device)), place_T, -1).cummax(dim=1).values
-            for marks_S in (self._cue_S, self._stop_S)
+    def word_weights(self, ids_BT: Tensor, mask_BT: Tensor, mention_BT: Tensor | None) -> Tensor:
+        """Return (B, T) float32: weights of the words, whose sum over a text is its number of tokens."""
+        template_BT = self.templates(ids_BT, mask_BT).mention_BT.to(ids_BT.device) >= 0
+        light_BT = torch.where(template_BT, self.negation_weight, 1.0)
+        gains_BT = torch.zeros_like(template_BT)
+        if mention_BT is not None:
+            first_BT = (mention_BT >= 0) & (mention_BT != F.pad(mention_BT, (1, 0), value=-1)[:, :-1])
+            for distance in range(1, _NEAR + 1):
+                gains_BT |= F.pad(first_BT, (0, distance))[:, distance:]
+            gains_BT &= mask_BT.bool() & (ids_BT != self._stop)
+        gains_BT = torch.where(gains_BT.any(dim=1, keepdim=True), gains_BT, mask_BT.bool())
+        lost_B1 = ((1 - light_BT) * mask_BT).sum(dim=1, keepdim=True)
+        rate_B1 = 1 + lost_B1 / (light_BT * gains_BT).sum(dim=1, keepdim=True).clamp(
+            min=torch.finfo(torch.float32).tiny
         )
-        return last_cue_BT > last_stop_BT
+        return torch.where(gains_BT, light_BT * rate_B1, light_BT)
 
 
 def _near_first(order_BT: Tensor, mention_BT: Tensor) -> Tensor:
