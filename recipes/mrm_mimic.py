@@ -11,8 +11,9 @@ removed, half of the words masked, 200 epochs in batches of 256. Preset `ecamp`:
 batches of 8,192. Both warm up for 40 epochs. Vocabulary: `medvl vocab shards/mimic-cxr/train vocab/mimic --size 30000
 --max-tokens 256`. Differences: padding and visible words have no loss; mirrored images have mirrored texts, where the
 authors' keep their sides. `ecamp` has no summaries by a language model, reconstructs the large image itself in place
-of a super-resolution head, and masks entities and their neighbours first, as the paper says, where the released code
-draws every word alone, 0.75 of the entities and 0.7 of the others; `maco` reads whole reports and not their first sentences in random order.
+of a super-resolution head, and masks entities and their neighbours first, where the released code draws every word
+alone, 0.75 of the entities and 0.7 of the others; `maco` reads whole reports and not their first sentences in random
+order.
 
 Goals on MIMIC-CXR, fine-tuned on 1, 10 and 100 % (`medvl train classify_openi` on your shards), the published figures:
 AUROC of ChestX-ray14 0.79, 0.84 and 0.86, of CheXpert 0.89 at each. About 5 EFLOP: five hours of an H200.

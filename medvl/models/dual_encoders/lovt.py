@@ -20,7 +20,7 @@ from medvl.schema import Embeddings, Losses
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LoVTConfig(LocalDualConfig):
-    """Settings of the authors' configuration LoVT_100, except the normalisation: that of the encoder's weights, where the
+    """Settings of the authors' configuration LoVT_100. Images are normalised as the encoder's weights expect, where the
     released code takes mean and deviation of its data set."""
 
     fit: Literal["crop", "pad", "squash"] = "pad"
