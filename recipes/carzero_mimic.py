@@ -8,8 +8,7 @@
 Preset `paper`: the settings of the authors' configuration. ImageNet's ViT-B/16 and BioBERT come from the hub on first
 use; the authors start from a masked record model (`--model.image-weights`) and a BioBERT trained on reports, and read
 one random statement an image, which a language model wrote; here the labeler does. Other differences: bf16 for fp16;
-256 pairs from the first epoch on, where the authors go from 64 over 128 to 256; half of the images are mirrored, where
-theirs are in 0.3 of the cases, and have mirrored texts.
+256 pairs from the first epoch on, where the authors go from 64 over 128 to 256; mirrored images have mirrored texts.
 
 Goals on MIMIC-CXR with prompts `statements`, the published figures: mean AUROC of CheXpert's five 0.92, of
 ChestX-ray14 0.81, of PadChest's 192 labels 0.81, pointing game of MS-CXR 0.75. A run of ours needs the credentialed
