@@ -16,10 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from medvl.losses.precision import full_precision, shapes
-from medvl.schema import NEGATIVE, POSITIVE
 
 LabelSimilarity = Literal["dot", "clamp", "cosine"]
-LabelValues = Literal["present", "signed"]
 
 
 def soft_targets(image_NE: Tensor, text_ME: Tensor, targets_NM: Tensor, logit_scale: Tensor | float) -> Tensor:
@@ -74,38 +72,25 @@ def multi_positive(logits_NM: Tensor, positive_NM: Tensor, ignored_NM: Tensor | 
     return (direction(-1) + direction(-2)) / 2
 
 
-def label_similarity(
-    image_labels_NL: Tensor,
-    text_labels_ML: Tensor,
-    kind: LabelSimilarity = "cosine",
-    *,
-    values: LabelValues = "present",
-) -> Tensor:
+def label_similarity(image_labels_NL: Tensor, text_labels_ML: Tensor, kind: LabelSimilarity = "cosine") -> Tensor:
     """Return (N, M) float32: the similarity of the labels of every image and every text, without gradient.
 
     Args:
-        image_labels_NL, text_labels_ML: 1, 0, -1 (uncertain) or NaN (not mentioned).
+        image_labels_NL, text_labels_ML: values of the labels as they are multiplied, such as 1 for a positive one and 0
+            for all others; NaN counts as 0.
         kind: "cosine", as in MedCLIP's paper (equation 3); "dot", the product that its released code takes, under
             which the softmax is nearly one-hot for samples with many labels; "clamp", the product limited to
             [-1, 1], as that code's documentation says. A sample without any label has a similarity of 0 to all.
-        values: "present" counts a positive label as 1 and all others as 0 (multi-hot, as in the paper); "signed" a
-            negative one as -1 and an uncertain one as 0, as the comments of the released code have it.
 
-    Raises ValueError on different numbers of labels, or on an unknown kind or values.
+    Raises ValueError on different numbers of labels, or on an unknown kind.
     """
-    for name, value, known in (("kind", kind, LabelSimilarity), ("values", values, LabelValues)):
-        if value not in get_args(known):
-            raise ValueError(f"{name} must be one of {', '.join(get_args(known))}, got {value!r}")
+    if kind not in get_args(LabelSimilarity):
+        raise ValueError(f"kind must be one of {', '.join(get_args(LabelSimilarity))}, got {kind!r}")
     if image_labels_NL.ndim != 2 or text_labels_ML.ndim != 2 or image_labels_NL.shape[1] != text_labels_ML.shape[1]:
         raise ValueError(f"expected labels (N, L) and (M, L), got {shapes(image_labels_NL, text_labels_ML)}")
     with full_precision(image_labels_NL):
-        image_NL, text_ML = (_label_values(labels.detach(), values) for labels in (image_labels_NL, text_labels_ML))
+        image_NL, text_ML = (labels.detach().float().nan_to_num(0.0) for labels in (image_labels_NL, text_labels_ML))
         if kind == "cosine":
             image_NL, text_ML = F.normalize(image_NL, dim=1), F.normalize(text_ML, dim=1)
         similarity_NM = image_NL @ text_ML.T
         return similarity_NM.clamp(-1.0, 1.0) if kind == "clamp" else similarity_NM
-
-
-def _label_values(labels_NL: Tensor, values: LabelValues) -> Tensor:
-    present_NL = (labels_NL == POSITIVE).float()
-    return present_NL if values == "present" else present_NL - (labels_NL == NEGATIVE).float()

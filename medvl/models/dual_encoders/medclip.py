@@ -10,13 +10,13 @@ from torch import Tensor, nn
 
 from medvl.common.checks import check_choice
 from medvl.encoders import ImageEncoder, TextEncoder, freeze_batch_norm_statistics
-from medvl.losses.pairs.soft_targets import LabelSimilarity, LabelValues, label_similarity, soft_targets
+from medvl.losses.pairs.soft_targets import LabelSimilarity, label_similarity, soft_targets
 from medvl.models.config_checks import check_within
 from medvl.models.dual_encoders.bases.bert import BertDualConfig, BertDualEncoder
 from medvl.models.dual_encoders.bases.pairs import Pairs
 from medvl.models.dual_encoders.bases.scale import LearnedScale, ScaleConfig
 from medvl.models.registry import register_system
-from medvl.schema import Batch, Embeddings, Inputs, Losses
+from medvl.schema import POSITIVE, Batch, Embeddings, Inputs, Losses
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -36,8 +36,6 @@ class MedCLIPConfig(BertDualConfig, ScaleConfig):
     label_similarity: LabelSimilarity = "cosine"
     """Similarity of the labels of an image and a text: "cosine" as in the paper; "dot", the released code's product,
     under which the targets of samples with several labels are nearly one-hot; "clamp", that product within [-1, 1]."""
-    label_values: LabelValues = "present"
-    """Values of the labels: "present", 1 for positive ones alone; "signed", also -1 for negative ones."""
     two_texts: bool = True
     """Average the loss over two draws of a sample's text; False for a text policy without randomness."""
     max_tokens: int = 77
@@ -45,7 +43,6 @@ class MedCLIPConfig(BertDualConfig, ScaleConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_choice(self.label_similarity, get_args(LabelSimilarity), "label_similarity")
-        check_choice(self.label_values, get_args(LabelValues), "label_values")
         check_within(self, "(0, inf)", "pixel_std")
 
 
@@ -53,8 +50,8 @@ class MedCLIPConfig(BertDualConfig, ScaleConfig):
 class MedCLIP(LearnedScale, BertDualEncoder):
     """Semantic matching: all images of the global batch against all its texts (section 3.3, equations 3 to 6).
 
-    Targets are the softmax of the similarity of the labels of an image and a text (`Batch.labels_BL`), whether or not
-    they belong together. Rows without an image, or without a text, count with the side that they have.
+    Targets are the softmax of the similarity of the labels of an image and a text (`Batch.labels_BL`; 1 for a positive
+    label, 0 for all others), whether or not they belong together. Rows without an image, or without a text, count with the side that they have.
 
     The loss is the mean over a text and another one of the same sample (`Inputs.second_text`). The released code makes
     that one by random edits of the words; here it is a second draw of the recipe's text policy.
@@ -95,10 +92,10 @@ class MedCLIP(LearnedScale, BertDualEncoder):
         """See the base class."""
         pairs = pairs.gather()
         assert pairs.labels_BL is not None, "the base class adds the labels of the batch"
-        images, scale, config, terms = pairs.images, self.scale(), self.config, []
+        images, scale, kind, terms = pairs.images, self.scale(), self.config.label_similarity, []
+        present_BL = (pairs.labels_BL == POSITIVE).float()
         for texts in (pairs.texts, *pairs.others.values()):
-            labels_NL, labels_ML = pairs.labels_BL[images.pair_N], pairs.labels_BL[texts.pair_N]
-            targets_NM = label_similarity(labels_NL, labels_ML, config.label_similarity, values=config.label_values)
+            targets_NM = label_similarity(present_BL[images.pair_N], present_BL[texts.pair_N], kind)
             terms.append(soft_targets(images.global_NE, texts.global_NE, targets_NM, scale))
         return Losses.sum(semantic_matching=torch.stack(terms).mean())
 

@@ -147,8 +147,6 @@ def test_a_text_is_drawn_once_where_its_policy_is_not_random() -> None:
 def test_unknown_similarities_are_refused() -> None:
     with raises(ConfigError, "unknown_name", "label_similarity"):
         medclip(label_similarity="euclid")
-    with raises(ConfigError, "unknown_name", "label_values"):
-        medclip(label_values="stored")
 
 
 @pytest.mark.parametrize("images", [0, 3])
