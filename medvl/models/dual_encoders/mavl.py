@@ -38,8 +38,7 @@ class MAVLConfig(MedKLIPConfig):
     temperature: float = 0.07
     """Initial temperature of each aspect's contrast; the logarithms of the inverse temperatures are learned."""
     contrast_weight: float = 0.1
-    """Weight of the contrast, the mean of its directions. The released one is their sum, and each is a mean over images
-    and all 75 entities: there, 0.1 weighs an image with P entities as much as 0.2 * P / 75 here."""
+    """The released loss is a sum of directions over 75 entities: its 0.1 is 0.2 * P / 75 here, for P entities."""
     unmentioned: Literal["absent", "ignored"] = "absent"
     """Entities that the report does not mention, in the contrast: negatives, as published, or left out as in the
     cross-entropy of presence."""

@@ -51,7 +51,8 @@ class MedCLIP(LearnedScale, BertDualEncoder):
     """Semantic matching: all images of the global batch against all its texts (section 3.3, equations 3 to 6).
 
     Targets are the softmax of the similarity of the labels of an image and a text (`Batch.labels_BL`; 1 for a positive
-    label, 0 for all others), whether or not they belong together. Rows without an image, or without a text, count with the side that they have.
+    label, 0 for all others), whether or not they belong together. Rows without an image, or without a text, count with
+    the side that they have.
 
     The loss is the mean over a text and another one of the same sample (`Inputs.second_text`). The released code makes
     that one by random edits of the words; here it is a second draw of the recipe's text policy.
