@@ -94,7 +94,7 @@ def test_checkpoints_hold_the_whole_classifier(tmp_path: Path) -> None:
         create_change_classifier(tmp_path / "saved", FINDINGS)
     with pytest.raises(CheckpointError):
         create_change_classifier(tmp_path / "none", FINDINGS)
-    with raises(ConfigError, "wrong_type", "dual_encoder"):
+    with torch.device("meta"), raises(ConfigError, "wrong_type", "dual_encoder"):
         ChangeClassifier.build(
             ChangeClassifierConfig(dual_encoder="autoencoder", findings=FINDINGS), pretrained=False, tokenizer=None
         )
