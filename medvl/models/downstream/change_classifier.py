@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from medvl.common.config_io import from_dict
 from medvl.data.tokenizer.tokenizer import Tokenizer
 from medvl.encoders import parameter_groups
 from medvl.errors import ConfigError
@@ -18,8 +19,7 @@ from medvl.models.config_checks import check_labels, check_within
 from medvl.models.dual_encoders.bases.base import DualEncoder
 from medvl.models.dual_encoders.parts.temporal import SupportsPriors
 from medvl.models.eval_mode import evaluating
-from medvl.models.factory import create_model
-from medvl.models.registry import register_system
+from medvl.models.registry import register_system, system
 from medvl.schema import CHANGES, Batch, Inputs, Losses
 
 
@@ -73,8 +73,9 @@ class ChangeClassifier(System):
         if tokenizer is not None:
             message = "change_classifier does not read text; leave tokenizer out"
             raise ConfigError(message, "unsupported", field="tokenizer")
-        model = create_model(config.dual_encoder, pretrained=pretrained, **config.settings)
-        return cls(config, _checked(model, "dual_encoder"))
+        dual = system(config.dual_encoder)  # not `create_model`: a checkpoint must not name further files to read
+        settings = from_dict(dual.Config, config.settings)
+        return cls(config, _checked(dual.build(settings, pretrained=pretrained, tokenizer=None), "dual_encoder"))
 
     def forward(self, batch: Batch) -> Losses:
         """Return the cross-entropy, averaged over labels; `batch.labels_BL` has the columns of `config.findings`.

@@ -100,6 +100,15 @@ def test_checkpoints_hold_the_whole_classifier(tmp_path: Path) -> None:
         )
 
 
+@pytest.mark.parametrize("dual_encoder", ["a_folder", "biovil_t"])
+def test_a_checkpoint_does_not_make_its_reader_open_other_files(dual_encoder: str, tmp_path: Path) -> None:
+    name = str(tmp_path) if dual_encoder == "a_folder" else dual_encoder
+    settings = {} if dual_encoder == "a_folder" else {"init_from": str(tmp_path)}
+    config = ChangeClassifierConfig(dual_encoder=name, settings=settings, findings=FINDINGS)
+    with torch.device("meta"), raises(ConfigError, "unknown_name"):
+        ChangeClassifier.build(config, pretrained=False, tokenizer=None)
+
+
 @pytest.fixture(scope="module")
 def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("change")
