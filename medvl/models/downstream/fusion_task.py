@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
+from medvl.common.config_io import from_dict
 from medvl.data.tokenizer.tokenizer import Tokenizer
 from medvl.encoders import parameter_groups
 from medvl.errors import ConfigError
@@ -17,6 +18,7 @@ from medvl.models.fusion_encoders.bases.base import FusionModel
 from medvl.models.fusion_encoders.bases.config import FusionConfig
 from medvl.models.fusion_encoders.parts.encoder import Pooler
 from medvl.models.fusion_encoders.parts.prompts import PromptPool
+from medvl.models.registry import system
 from medvl.schema import Inputs
 
 
@@ -71,7 +73,9 @@ class FusionTask(System):
         settings = dict(config.settings)
         if config.vocab_size is not None:
             settings["vocab_size"] = config.vocab_size
-        model = create_model(config.fusion, pretrained=pretrained, tokenizer=tokenizer, **settings)
+        settings |= {"image_weights": None, "text_weights": None}  # a checkpoint must not name further files to read
+        fusion = from_dict(system(config.fusion).Config, settings)
+        model = create_model(fusion, pretrained=pretrained, tokenizer=tokenizer)
         if not isinstance(model, FusionModel):
             message = f"fusion must name a fusion-encoder such as dual_stream or m3ae, got {config.fusion!r}"
             raise ConfigError(message, "wrong_type", field="fusion")

@@ -17,7 +17,7 @@ from medvl.cli import main as cli
 from medvl.data.transforms.image import EvalTransform
 from medvl.errors import ConfigError
 from medvl.eval import LabelPolicy, classify
-from medvl.models import FusedClassifier, create_fused_classifier, create_retrieval, create_vqa
+from medvl.models import FusedClassifier, FusedClassifierConfig, create_fused_classifier, create_retrieval, create_vqa
 from medvl.models.checkpoint import load, save
 from medvl.models.fusion_encoders.streams import DualStreamConfig
 from medvl.schema import Batch
@@ -225,3 +225,10 @@ def test_evaluator_names_what_was_read(tmp_path: Path, capsys: pytest.CaptureFix
 
 def test_images_have_the_fused_models_size() -> None:
     assert classifier().transform.size == SIDE
+
+
+def test_a_checkpoint_names_no_further_files_to_read(tmp_path: Path) -> None:
+    for name, settings in ((str(tmp_path), {}), ("dual_stream", {"init_from": str(tmp_path)})):
+        config = FusedClassifierConfig(fusion=name, settings=settings, labels=("Edema",), max_tokens=16)
+        with torch.device("meta"), raises(ConfigError, "unknown_name"):
+            FusedClassifier.build(config, pretrained=False, tokenizer=None)
