@@ -8,7 +8,8 @@ Both are the same BERT over visual tokens and report, trained by the recipe `ber
 are those of PixelHop++, which is not trained; VisualBERT's are the cells of a ResNet with about as many weights as the
 fitted PixelHop++ has numbers. Each is trained on image and report and on the image alone. A row is the mean AUROC of
 the test patients with its 95% bootstrap interval over patients; `best` is selected by validation patients. With few
-labels, there are more epochs: their number is divided by the fraction, but at most 20 times larger.
+labels, there are more epochs: their number is divided by the fraction, but at most 20 times larger, and `best` is
+chosen among as many checkpoints as with all labels.
 """
 
 import argparse
@@ -90,16 +91,18 @@ def resnet(numbers: int) -> tuple[dict[str, Any], int]:
 def recipe(options: Any, shards: Path, pixelhop: Path, run: Path, modalities: str, fraction: float, seed: int) -> Any:
     """Return the settings of a run."""
     tiny = runpy.run_path(str(ROOT / "recipes" / "berthop_openi.py"))["tiny"]
-    epochs = options.epochs * min(MOST_EPOCHS, round(1 / fraction))
+    longer = min(MOST_EPOCHS, round(1 / fraction))
     data = {"train": shards / "train", "valid": shards / "validate", "fraction": fraction, "fraction_seed": seed}
     batch = 8 if fraction < 0.1 else 32
+    every = max(1, round(longer * fraction * len(ShardSource(shards / "train")) / batch))
+    schedule = {"epochs": longer * options.epochs, "global_batch": batch, "validate_every": every}
     return dataclasses.replace(
         tiny,
         pixelhop=pixelhop,
         tokenizer=options.vocab,
         modalities=modalities,
         data=dataclasses.replace(tiny.data, **data),
-        train=dataclasses.replace(tiny.train, run_dir=run, epochs=epochs, global_batch=batch, seed=seed),
+        train=dataclasses.replace(tiny.train, run_dir=run, seed=seed, **schedule),
     )
 
 
