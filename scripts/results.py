@@ -3,6 +3,7 @@
     python scripts/results.py            # print the tables whose results exist
     python scripts/results.py --write    # replace them in RESULTS.md; a table without results keeps what it has
     python scripts/results.py --benchmark quickstart/benchmark --write    # those of `medvl benchmark --out`
+    python scripts/results.py --benchmark continued --prefix continued- --write    # those whose names begin so
     python scripts/results.py --write --commits 4deac0a 596b8e3    # of results that do not say theirs
 
 Each table stands between two HTML comments in RESULTS.md, with the commit, the date and the machine of its results.
@@ -164,12 +165,14 @@ def main() -> None:
     parser.add_argument("--write", action="store_true", help="replace the tables in RESULTS.md")
     parser.add_argument("--folder", type=Path, default=ROOT / "quickstart", help="folder of the results")
     parser.add_argument("--benchmark", type=Path, help="folder of `medvl benchmark`, whose tables are read instead")
+    parser.add_argument("--prefix", default="", help="first part of the names of the benchmark's tables in RESULTS.md")
     parser.add_argument("--commits", nargs="+", default=[], help="commits of results that do not say theirs")
     options = parser.parse_args()
     document = ROOT / "RESULTS.md"
     text = document.read_text(encoding="utf-8")
     tables = own_tables(options.folder) if options.benchmark is None else benchmark_tables(options.benchmark)
-    for name, (lines, commits) in tables.items():
+    for own_name, (lines, commits) in tables.items():
+        name = options.prefix + own_name
         lines = f"{lines}\n\n{provenance(commits or options.commits)}"
         print(f"{name}\n{lines}\n")
         text = replace(text, name, lines)
@@ -188,12 +191,11 @@ def own_tables(folder: Path) -> dict[str, tuple[str, list[str]]]:
 
 
 def benchmark_tables(folder: Path) -> dict[str, tuple[str, list[str]]]:
-    """Return the tables of a benchmark's first page that RESULTS.md has, without their captions, and the commits of all
-    evaluations, by name."""
-    paths = {
-        name: folder / "index_files" / f"{name}.md" for name in ("all-systems", "dual-encoders", "fusion-encoders")
-    }
-    texts = {name: path.read_text(encoding="utf-8") for name, path in paths.items() if path.is_file()}
+    """Return the tables of a benchmark's first page and of its ranks ("rank-pointing-game"), without their captions,
+    and the commits of all evaluations, by name."""
+    paths = {path.stem: path for path in sorted((folder / "index_files").glob("*.md"))}
+    paths |= {f"rank-{path.stem}": path for path in sorted((folder / "ranks_files").glob("*.md"))}
+    texts = {name: path.read_text(encoding="utf-8") for name, path in paths.items()}
     plain = {name: re.sub(r"\\([_\[\]])", r"\1", text) for name, text in texts.items()}  # without escapes, for search
     commits = commits_of(map(read_results, folder.rglob("results.json")))
     return {name: (text.partition("\n\n")[2].strip(), commits) for name, text in plain.items()}
