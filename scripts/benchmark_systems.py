@@ -1,14 +1,15 @@
-"""Cost of the systems on statements, entities and masked records at their published size.
+"""Cost of a step of every system at its published size.
 
-    python scripts/benchmark_queries.py                                    # counts: minutes on one core
-    python scripts/benchmark_queries.py --systems radzero,mavl --seconds
-    python scripts/benchmark_queries.py --seconds --device cuda --batch 32
+    python scripts/benchmark_systems.py                                    # counts: half an hour on one core
+    python scripts/benchmark_systems.py --systems radzero,mavl --seconds
+    python scripts/benchmark_systems.py --seconds --device cuda --batch 32
 
-Models are those of the presets `paper`, with random weights, and read random images with `--statements` statements of
-twelve tokens and reports of `--tokens`. FLOPs are counted by torch for the forward pass, a multiplication and an
-addition as two; activations are the bytes that autograd keeps for the backward pass, in float32, weights left out.
-Weights, gradients and the two moments of Adam need 16 bytes a trained parameter besides. `--seconds` times forward and
-backward passes, without a loader and without an optimiser.
+Models are those of the presets `paper`, with random weights. They read random images, reports of `--tokens`, and
+`--statements` statements of twelve tokens where a system reads statements. FLOPs are counted by torch for the forward
+pass, a multiplication and an addition as two; activations are the bytes that autograd keeps for the backward pass, in
+float32, weights left out. Weights, gradients and the two moments of Adam need 16 bytes a trained parameter besides.
+`--seconds` times forward and backward passes, without a loader and without an optimiser. ARL, BERTHop and UMRL need
+files that are made from data (a knowledge graph, a fitted image encoder, principal components) and are left out.
 """
 
 import argparse
@@ -25,12 +26,32 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from medvl.data import Tokenizer, train_wordpiece
-from medvl.models import create_model, list_models
+from medvl.models import create_model
 from medvl.schema import Batch
 
 RECIPES = Path(__file__).parents[1] / "recipes"
-SYSTEMS = {name: (f"{name}_mimic", "paper") for name in ("radzero", "carzero", "medklip", "kad", "mavl", "cxrclip")}
-SYSTEMS |= {"mrm": ("mrm_mimic", "paper"), "ecamp": ("mrm_mimic", "ecamp"), "maco": ("mrm_mimic", "maco")}
+SYSTEMS = {
+    **{
+        name: (f"{name}_mimic", "paper")
+        for name in (
+            *("bfspr", "biovil", "biovil_t", "carzero", "chexzero", "convirt", "cxrclip", "kad", "lovt", "mavl"),
+            *("medclip", "medklip", "mgca", "mutual_info", "radzero", "siglip"),
+            *("lxmert", "medvill", "mixed", "pixelbert", "uniter", "vilt", "visualbert"),
+        )
+    },
+    "biovil-local": ("biovil_mimic", "local"),
+    "gloria": ("gloria_chexpert", "paper"),
+    "mrm": ("mrm_mimic", "paper"),
+    "ecamp": ("mrm_mimic", "ecamp"),
+    "maco": ("mrm_mimic", "maco"),
+    "albef": ("albef_roco_medicat", "paper"),
+    "m2i2": ("m2i2_clef", "paper"),
+    "m3ae": ("m3ae_roco_medicat", "paper"),
+    "mumc": ("mumc_figures", "paper"),
+    "ptunifier": ("ptunifier_figures", "paper"),
+    "r2gen": ("r2gen_iu", "paper"),
+}
+"""Name -> recipe and preset."""
 STEPS = 5
 
 
@@ -47,7 +68,7 @@ def main() -> None:
     options = parser.parse_args()
     unknown = sorted(set(options.systems.split(",")) - set(SYSTEMS))
     if unknown:
-        parser.error(f"unknown systems {', '.join(unknown)}: choose from {', '.join(SYSTEMS)} of {len(list_models())}")
+        parser.error(f"unknown systems {', '.join(unknown)}: choose from {', '.join(SYSTEMS)}")
     columns = ("system", "image", "parameters", "trained", "GFLOP/sample", "activations", "seconds/step")
     print("".join(f"{column:>14}" for column in columns))
     for name in options.systems.split(","):
@@ -59,6 +80,7 @@ def row(name: str, options: argparse.Namespace) -> list[str]:
     recipe, preset = SYSTEMS[name]
     model = build(recipe, "tiny" if options.size == "tiny" else preset).train().to(options.device)
     batch = random_batch(model, options).to(options.device)
+    model.before_step(0)
     with torch.no_grad():
         model(batch)  # fills books of queries, which happens once in a run
         with FlopCounterMode(display=False) as counter:
@@ -94,7 +116,8 @@ def vocabulary() -> Tokenizer:
 
 def random_batch(model: Any, options: argparse.Namespace) -> Batch:
     """Return random samples with every part that one of the systems reads."""
-    config, rows, vocab = model.config, options.batch, model.text_encoder.vocab_size
+    config, rows = model.config, options.batch
+    vocab = model.text_encoder.vocab_size if hasattr(model, "text_encoder") else vocabulary().vocab_size
     side = config.image_size * getattr(config, "target_scale", 1)
 
     def ids(*shape: int) -> Tensor:
@@ -123,6 +146,9 @@ def random_batch(model: Any, options: argparse.Namespace) -> Batch:
         statement_ids_BST=statements,
         statement_mask_BST=torch.ones_like(statements, dtype=torch.bool),
         position_BL=torch.randint(0, 9, (rows, entities)),
+        sentence_BT=(torch.arange(length) // 12).expand(rows, length),
+        prior_image_BCHW=pixels(),
+        has_prior_B=torch.ones(rows, dtype=torch.bool),
     )
 
 
