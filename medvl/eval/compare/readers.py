@@ -29,7 +29,14 @@ from medvl.eval.generation.memorisation import SPACES, too_near_metrics
 from medvl.eval.matching.evaluate import COLUMNS, matching_groups
 from medvl.eval.report_generation.clinical_f1 import clinical_metrics, positive_findings
 from medvl.eval.report_generation.evaluate import AGAINST_LABELS
-from medvl.eval.report_generation.nlg_metrics import MEANS, REPORT, bleu_metrics, words
+from medvl.eval.report_generation.nlg_metrics import (
+    MEANS,
+    REPORT,
+    bleu_metrics,
+    stop_metrics,
+    words,
+    words_and_stops,
+)
 from medvl.eval.retrieval.by_class import precision_metrics
 from medvl.eval.retrieval.image_text import rank_groups
 from medvl.eval.text_tasks.metrics import mean_over_seeds, summed_metric
@@ -140,9 +147,11 @@ def _reports(lines: Lines, results: Results) -> list[MetricGroup]:
         positive_findings([line[f"{side}_findings"] for line in lines], uncertain)
         for side in ("generated", "reference")
     )
+    texts = [(line["generated"], line["reference"]) for line in lines]
     groups = [
-        bleu_metrics([(words(line["generated"]), words(line["reference"])) for line in lines]),
+        bleu_metrics([(words(generated), words(reference)) for generated, reference in texts]),
         *(mean_metrics(name, np.array([[_number(line[name])] for line in lines]), [REPORT]) for name in MEANS),
+        *stop_metrics([(words_and_stops(generated), words_and_stops(reference)) for generated, reference in texts]),
         clinical_metrics(generated_NL, reference_NL),
     ]
     if all(line.get("labels") is not None for line in lines):

@@ -270,7 +270,9 @@ def test_text_overlap_of_a_subgroup_is_that_of_its_reports(tmp_path: Path) -> No
         for line in reports(WORSE_N)[1] if line["subgroups"]["sex"] == "F"
     ]  # fmt: skip
     alone = evaluate_reports(rows, resamples=0).results
-    for metric in ("corpus_bleu_1", "corpus_bleu_4", "mean_rouge_l", "mean_meteor_exact_stem"):
+    stops = ("corpus_bleu_1_with_stops", "corpus_bleu_4_with_stops", "mean_rouge_l_beta_1.2_with_stops")
+    for metric in ("corpus_bleu_1", "corpus_bleu_4", "mean_rouge_l", "mean_meteor_exact_stem", *stops):
+        assert comparison.differences[0][f"{metric}/report"].value < 0
         row = comparison.value(1, f"{metric}/report (sex: F)")
         assert row is not None
         assert row.value == pytest.approx(alone.row(metric, "report").value)
