@@ -90,12 +90,13 @@ class LXMERT(RegionModel):
             init_weights(module)
         self.make_heads(width, width, tied=True)
         self.region_head, self.feature_head = RegionHead(width), nn.Linear(width, self.image_input.features)
-        features = nn.Sequential(self.region_head, self.feature_head)
-        regions: list[Objective[Any, Any, Any]] = [MaskedRegionFeatures(1.0, self.sample_mask, features)]
+        head = nn.Sequential(self.region_head, self.feature_head)
+        features = MaskedRegionFeatures(config.region_feature_weight, self.sample_mask, head)
+        regions: list[Objective[Any, Any, Any]] = [features]
         if config.region_classes:
             self.object_head = nn.Linear(width, config.region_classes)
             objects = nn.Sequential(self.region_head, self.object_head)
-            regions.append(MaskedObjectLabels(1.0, self.sample_mask, objects))
+            regions.append(MaskedObjectLabels(config.region_class_weight, self.sample_mask, objects))
         self.objectives = (self.mlm, self.itm, *regions)
         self.require_classes()
 

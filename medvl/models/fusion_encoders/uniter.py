@@ -53,10 +53,11 @@ class UNITER(RegionModel, BertStream):
         width = self.fused_dim
         self.image_norm = nn.LayerNorm(width, eps=LAYER_NORM_EPS)
         self.mrfr_head = TiedRegionHead(width, self.image_input.features)
-        tasks: list[Objective[Any, Any, Any]] = [MaskedRegionRegression(1.0, self.sample_mask, self.score_features)]
+        features = MaskedRegionRegression(config.region_feature_weight, self.sample_mask, self.score_features)
+        tasks: list[Objective[Any, Any, Any]] = [features]
         if config.region_classes:
             self.mrc_head = RegionHead(width, config.region_classes)
-            tasks.append(MaskedRegionClassification(1.0, self.sample_mask, self.mrc_head))
+            tasks.append(MaskedRegionClassification(config.region_class_weight, self.sample_mask, self.mrc_head))
         self.objectives = (self.mlm, self.itm, WordPatchAlignment(config.wpa_weight, text_ends=True), *tasks)
         self.require_classes()
         self._task: str | None = None

@@ -174,6 +174,25 @@ def test_tasks_are_mixed_two_two_one_one(tokenizer: Tokenizer) -> None:
     assert len(model.eval().step_objectives) == 5
 
 
+@pytest.mark.parametrize("name", SYSTEMS)
+def test_weights_of_masked_regions_scale_their_terms(name: str, tokenizer: Tokenizer) -> None:
+    """The last two terms are the regions' features and classes."""
+    results = []
+    for weights in ({}, {"region_feature_weight": 3.0, "region_class_weight": 0.25}):
+        model = region_model(name, tokenizer, **weights).eval()
+        model.load_state_dict(results[0][0] if results else model.state_dict())
+        torch.manual_seed(1)
+        results.append((model.state_dict(), model(region_batch(tokenizer))))
+    (_, plain), (_, weighted) = results
+    features, classes = list(plain.terms)[-2:]
+    torch.testing.assert_close(weighted.terms, plain.terms)  # terms are without their weights
+    more = 2 * plain.terms[features] - 0.75 * plain.terms[classes]
+    torch.testing.assert_close(weighted.total, plain.total + more)
+    for field in ("region_feature_weight", "region_class_weight"):
+        with raises(ConfigError, "out_of_range", field):
+            region_model(name, tokenizer, **{field: 0.0})
+
+
 def test_cross_attention_is_shared_by_both_sides(tokenizer: Tokenizer) -> None:
     """As released: one attention for words to regions and for regions to words; then each side has layers of its own."""
     model = shaken(tiny_model("lxmert", tokenizer)).eval()

@@ -41,10 +41,15 @@ class RegionConfig(FusionConfig):
     """Share of regions that are masked, at least one of each image."""
     region_classes: int = 0
     """Classes of the detector, whose distribution is predicted; 0: not predicted, as for cells of a grid."""
+    region_feature_weight: float = 1.0
+    """Weight of the features of masked regions (UNITER's MRFR)."""
+    region_class_weight: float = 1.0
+    """Weight of the detector's classes of masked regions (UNITER's MRC, LXMERT's labels)."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_within(self, "(0, 1)", "region_probability")
+        check_within(self, "(0, inf)", "region_feature_weight", "region_class_weight")
         check_within(self, "[0, inf)", "region_classes")
 
 
