@@ -14,7 +14,7 @@ from medvl.schema import ImageFeatures
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PixelBERTConfig(FusionConfig):
-    """Published settings of PixelBERT, except for the image's size."""
+    """Published settings of PixelBERT, except for the image's size and the length of texts."""
 
     image_encoder: str = "resnet50"
     text_encoder: str = "bert"
@@ -36,7 +36,8 @@ class PixelBERT(BertStream):
     """Masked words with their own image, and matching of whole texts with images.
 
     Cells have a projection and BERT's second token type, no position. The paper max-pools the grid of images with a
-    shorter side of 800 pixels to a 64th of their size; here the grid is a 32nd of smaller, square images.
+    shorter side of 800 pixels to a 64th of their size; here the grid is a 32nd of smaller, square images. A text
+    has at most 64 tokens, as in M3AE: a length that is not taken from the paper.
     """
 
     Config = PixelBERTConfig
