@@ -53,7 +53,8 @@ def import_published(
     Args:
         system: name of the system (`medvl import --list`), or open_clip:NAME.
         file: published file, or a folder of stable_diffusion; no code in it is executed.
-        text_file: the text model's file, of a system published in two (biovil, biovil_t) or without it (medklip, mavl).
+        text_file: the text model's file, of a system published in two (biovil, biovil_t) or without it (medklip, mavl,
+            lvit).
         entities: file of the entities that the system was trained with (medklip, mavl, kad, arl).
         out: new output folder for a checkpoint, or for image_encoder and text_encoder, with import.json.
         tokenizer: folder of the system's tokenizer, unless it is that of CLIP.

@@ -214,7 +214,7 @@ def test_import_list_shows_every_layout(capsys: pytest.CaptureFixture[str]) -> N
     cli.main(["import", "--list"])
     lines = capsys.readouterr().out.splitlines()
     assert any(line.startswith("chexzero ") and " system " in line for line in lines)
-    assert any(line.startswith("lvit ") and "not imported" in line for line in lines)
+    assert any(line.startswith("benchx_converters ") and "not imported" in line for line in lines)
     with pytest.raises(SystemExit):
         cli.main(["import", "gloria"])
     assert "medvl import SYSTEM FILE --out DIR" in capsys.readouterr().err

@@ -28,6 +28,7 @@ LISTS = {
     "gloria_resnet18": "gloria_encoders",
     "gloria_resnet50": "gloria",
     "kad": "kad",
+    "lvit bioclinicalbert": "lvit",
     "lovt": "lovt",
     "lovt_convirt": "convirt_lovt",
     "m3ae": "m3ae",

@@ -178,6 +178,16 @@ def bert(source: str) -> list[KeyRule]:
     ]
 
 
+def bert_file() -> list[KeyRule]:
+    """Return the rules of a file with a pretrained BERT, given beside a system's file that has no text encoder."""
+    return [
+        *bert("bert."),
+        *bert(""),
+        *vocabulary_head("cls.predictions."),
+        drop("cls.seq_relationship.*", "the head for pairs of segments, for pretraining"),
+    ]
+
+
 def word_head(source: str, target: str) -> list[KeyRule]:
     """Return the rules of BERT's head for masked words (`WordHead` in medvl), without its table of words."""
     names = {"transform.dense.*": "dense.*", "transform.LayerNorm.*": "norm.*", "bias": "bias"}

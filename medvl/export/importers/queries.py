@@ -7,7 +7,7 @@ from typing import Any
 from medvl.common.untrusted import ANYWHERE, parse_json, read_limited
 from medvl.data.reports.aspects import ASPECTS
 from medvl.errors import ConfigError
-from medvl.export.importers.backbones import TEXT, bert, resnet, sequential_resnet, vocabulary_head
+from medvl.export.importers.backbones import TEXT, bert, bert_file, resnet, sequential_resnet
 from medvl.export.importers.encoders_from_shapes import bert_fields, count, image_arguments, text_arguments
 from medvl.export.importers.importer import EntityFile, Importer
 from medvl.export.importers.key_map import Shapes, ZeroTensor, drop, keep, same
@@ -26,12 +26,6 @@ _MAX_BYTES = 1 << 24
 _STRIDE = 16
 """Pixels of a side of a cell, of a ResNet without its last stage."""
 _CLINICAL_BERT = "the text encoder, emilyalsentzer/Bio_ClinicalBERT (pytorch_model.bin or model.safetensors)"
-_TEXT_FILE = (
-    *bert("bert."),
-    *bert(""),
-    *vocabulary_head("cls.predictions."),
-    drop("cls.seq_relationship.*", "the head for pairs of segments, for pretraining"),
-)
 
 
 def with_entities(config: Any, path: Path) -> tuple[Any, dict[str, Any]]:
@@ -125,7 +119,7 @@ _MEDKLIP = Importer(
         keep("decoder.**", "decoder.**"),
         keep("classifier.*", "presence.*"),
         keep("cl_fc.*", "place.*"),
-        *_TEXT_FILE,
+        *bert_file(),
     ),
     system=lambda shapes: MedKLIPConfig(**_described(shapes)),
     text_file=_CLINICAL_BERT,
@@ -156,7 +150,7 @@ _MAVL = Importer(
         keep("location_emb.weight", "place.weight", change="kernel to linear"),
         keep("location_emb.bias", "place.bias"),
         keep("temp", "logit_scale"),
-        *_TEXT_FILE,
+        *bert_file(),
     ),
     system=_mavl,
     text_file=_CLINICAL_BERT,

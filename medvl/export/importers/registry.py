@@ -12,6 +12,7 @@ from medvl.export.importers import (
     fusion_encoders,
     knowledge,
     language,
+    lvit,
     masked_records,
     queries,
     report_generators,
@@ -30,6 +31,7 @@ _IMPORTERS: Mapping[str, Importer] = {
             *knowledge.IMPORTERS,
             *report_generators.IMPORTERS,
             *language.IMPORTERS,
+            *lvit.IMPORTERS,
             *masked_records.IMPORTERS,
             *queries.IMPORTERS,
             *encoders_only.IMPORTERS,
@@ -39,7 +41,6 @@ _IMPORTERS: Mapping[str, Importer] = {
 }
 
 NOT_IMPORTED: Mapping[str, str] = {
-    "lvit": "its authors publish no weights; train it with recipes/lvit_qata.py",
     "benchx_converters": "a table of conventions, not a file: BenchX's files are those of the systems that it names",
 }
 """Published layouts without an importer, and the reason."""
