@@ -82,12 +82,10 @@ class PTUnifier(DualStreamModel):
             message = "patches of a vision Transformer have positions already; leave image_positions off"
             raise ConfigError(message, "conflict", field="image_positions")
         image_width = image_encoder.patch_dim if self.has_patch_tokens else config.width
-        text_width = text_encoder.token_dim
-        self.image_prompts = PromptPool(config.prompts, image_width, config.image_prompts, text_width)
-        self.text_prompts = PromptPool(config.prompts, text_width, config.text_prompts, image_width)
+        self.image_prompts = PromptPool(config.prompts, image_width, config.image_prompts, text_encoder.token_dim)
+        self.text_prompts = PromptPool(config.prompts, text_encoder.token_dim, config.text_prompts, image_width)
         self.itc_head = ContrastHead(self.pooled_dim, config.width)
-        self.itc = ImageTextContrast(config.itc_weight, self.contrast)
-        self.objectives = (*self.objectives, self.itc)
+        self.objectives = (*self.objectives, ImageTextContrast(config.itc_weight, self.contrast))
 
     def encode(self, batch: Batch, corruption: Corruption) -> AlignedEncoded:
         """See the base class; masked texts without an image are predicted from prompts."""

@@ -90,7 +90,8 @@ def test_contrast_equals_its_formula() -> None:
     logits_KK = image_KE @ text_KE.T / 0.1
     own_K = torch.arange(3)
     expected = (F.cross_entropy(logits_KK, own_K) + F.cross_entropy(logits_KK.T, own_K)) / 2
-    loss = model.itc.loss(encoded, None)
+    *_, itc = model.objectives
+    loss = itc.loss(encoded, None)
     torch.testing.assert_close(loss, expected, rtol=1e-4, atol=1e-5)
     gradients = [torch.autograd.grad(x, model.image_prompts.prompts_RD)[0] for x in (loss, expected)]
     torch.testing.assert_close(*gradients, rtol=1e-3, atol=1e-5)
