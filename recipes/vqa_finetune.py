@@ -1,7 +1,7 @@
 """Visual question answering: a classifier over answers, or a decoder of them, fine-tuned from either family.
 
     torchrun recipes/vqa_finetune.py --init-from runs/m3ae/best
-    torchrun recipes/vqa_finetune.py --init-from runs/albef/best --head ranking --optim.lr 2e-5
+    torchrun recipes/vqa_finetune.py --init-from runs/albef/best --head ranking --decoder.alpha 0.4 --optim.lr 2e-5
     torchrun recipes/vqa_finetune.py tiny           # the phantom, from the quickstart's ConVIRT, two CPU cores
     torchrun recipes/vqa_finetune.py tiny --help    # every setting
 

@@ -6,7 +6,7 @@ V answers of a vocabulary, or tokens of a tokenizer; N words of all answers of a
 import torch.nn.functional as F
 from torch import Tensor
 
-from medvl.losses.precision import full_precision, shapes
+from medvl.losses.precision import check_share, full_precision, shapes
 
 
 def vqa_bce(logits_BV: Tensor, target_BV: Tensor) -> Tensor:
@@ -28,7 +28,14 @@ def vqa_bce(logits_BV: Tensor, target_BV: Tensor) -> Tensor:
         return loss / max(len(logits_BV), 1)
 
 
-def answer_words(logits_NV: Tensor, ids_N: Tensor, weight_N: Tensor, questions: int) -> Tensor:
+def answer_words(
+    logits_NV: Tensor,
+    ids_N: Tensor,
+    weight_N: Tensor,
+    questions: int,
+    teacher_NV: Tensor | None = None,
+    alpha: float = 0.0,
+) -> Tensor:
     """Cross-entropy of every word, weighted by its answer's score, summed over the words and averaged over questions.
 
     As in ALBEF's answer decoder (Li et al., arXiv 2107.07651, section 5): answers are weighted by their scores, and
@@ -39,13 +46,24 @@ def answer_words(logits_NV: Tensor, ids_N: Tensor, weight_N: Tensor, questions: 
         ids_N: int64, the correct words.
         weight_N: score of the answer that each word belongs to, within [0, 1].
         questions: B, including questions without an answer.
+        teacher_NV: scores of the same words by a moving average of the model, without gradient (momentum distillation).
+        alpha: weight of the cross-entropy with the teacher's distribution; that with the correct words has 1 - alpha.
 
     Returns a scalar, near the number of words per question times ln V for an untrained decoder; 0 with a zero gradient
-    where there is no word. Raises ValueError on inconsistent shapes.
+    where there is no word. Raises ValueError on inconsistent shapes, and on an alpha outside [0, 1].
     """
+    check_share("alpha", alpha)
     if weight_N.shape != ids_N.shape:
         raise ValueError(f"each word needs a weight: {len(ids_N)} words and {len(weight_N)} weights")
-    return -(word_log_probability(logits_NV, ids_N) * weight_N.float()).sum() / max(questions, 1)
+    log_N = word_log_probability(logits_NV, ids_N)
+    if teacher_NV is not None:
+        if teacher_NV.shape != logits_NV.shape:
+            raise ValueError(f"expected logits of the teacher of one shape, got {shapes(logits_NV, teacher_NV)}")
+        with full_precision(logits_NV):
+            target_NV = teacher_NV.detach().float().softmax(dim=1)
+            soft_N = F.cross_entropy(logits_NV.float(), target_NV, reduction="none")
+        log_N = (1 - alpha) * log_N - alpha * soft_N
+    return -(log_N * weight_N.float()).sum() / max(questions, 1)
 
 
 def word_log_probability(logits_NV: Tensor, ids_N: Tensor) -> Tensor:

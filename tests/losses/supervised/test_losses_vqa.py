@@ -71,6 +71,24 @@ def test_answer_words_are_weighted_and_averaged_over_questions(words: int, size:
     )
 
 
+def test_answer_words_learn_the_teachers_distribution_by_its_share() -> None:
+    logits_NV, ids_N, weight_N = words_case(9, 5)
+    teacher_NV = random_case(9, 5)[0].flip(0).requires_grad_()
+
+    def naive_distilled(x: Tensor) -> Tensor:
+        target_NV = teacher_NV.detach().to(x.dtype).softmax(dim=1)
+        soft_N = -(target_NV * x.log_softmax(dim=1)).sum(dim=1)
+        return 0.7 * naive_words(x, ids_N, weight_N, 4) + 0.3 * (soft_N * weight_N.to(x.dtype)).sum() / 4
+
+    compare(lambda x: losses.answer_words(x, ids_N, weight_N, 4, teacher_NV, 0.3), naive_distilled, [logits_NV])
+    losses.answer_words(logits_NV.requires_grad_(), ids_N, weight_N, 4, teacher_NV, 0.3).backward()
+    assert teacher_NV.grad is None
+    with pytest.raises(ValueError, match="alpha"):
+        losses.answer_words(logits_NV, ids_N, weight_N, 4, teacher_NV, 1.5)
+    with pytest.raises(ValueError, match="of one shape"):
+        losses.answer_words(logits_NV, ids_N, weight_N, 4, teacher_NV[:, :3], 0.3)
+
+
 def test_answer_words_start_at_ln_v_and_are_zero_without_words() -> None:
     _, ids_N, _ = words_case(6, 300)
     start = losses.answer_words(torch.zeros(6, 300), ids_N, torch.ones(6), 2)

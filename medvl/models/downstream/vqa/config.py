@@ -37,10 +37,18 @@ class DecoderConfig:
     probability of the first word multiplies that of the whole answer, which contains it already."""
     beams: int = 3
     """For "generation": number of hypotheses; 1 is greedy."""
+    alpha: float = 0.0
+    """Weight of the soft targets of a moving average of the model (momentum distillation); 0: there is none. ALBEF,
+    M2I2 and MUMC fine-tune with 0.4. Takes the memory of a second model, in a checkpoint too."""
+    momentum: float = 0.995
+    """Decay of that moving average, updated before every optimiser step."""
+    ramp_steps: int = 0
+    """Optimiser steps in which alpha grows from 0; as published, those of the first epoch."""
 
     def __post_init__(self) -> None:
         check_within(self, "(0, inf)", "layers", "heads", "intermediate", "shortlist", "beams")
-        check_within(self, "[0, 1)", "dropout")
+        check_within(self, "[0, 1)", "dropout", "alpha", "momentum")
+        check_within(self, "[0, inf)", "ramp_steps")
         check_within(self, "[3, inf)", "max_tokens")  # a word between two special tokens
         check_choice(self.first_word, FIRST_WORD, "first_word")
 

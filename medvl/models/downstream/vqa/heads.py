@@ -116,8 +116,7 @@ class DecoderHead(nn.Module):
     It reads `FusionModel.answer_memory`. Answers with equal tokens are one answer to this head, which returns the first
     of them. An answer with a word unknown to the tokenizer can be ranked, but is never written.
 
-    ALBEF, M2I2 and MUMC also learn the soft targets of a moving average of the model in fine-tuning (momentum
-    distillation); this head learns the answers alone.
+    With `config.decoder.alpha` it also learns the soft targets of a moving average of the model (`VQA`).
 
     Raises ConfigError if the model has no tokenizer, an answer has no token, or the sizes do not fit.
     """
@@ -148,6 +147,15 @@ class DecoderHead(nn.Module):
 
     def loss(self, fused: Fused, target_BV: Tensor) -> Tensor:
         """See `AnswerHead`: every answer with a target above 0 is predicted word by word after its question."""
+        return self.distilled_loss(fused, target_BV, None, 0.0)
+
+    def distilled_loss(self, fused: Fused, target_BV: Tensor, teacher_NV: Tensor | None, alpha: float) -> Tensor:
+        """Return the loss with `teacher_NV`, what a teacher's `score_targets` gives, by a share of `alpha`."""
+        logits_NV, ids_N, weight_N = self.score_targets(fused, target_BV)
+        return losses.answer_words(logits_NV, ids_N, weight_N, len(target_BV), teacher_NV, alpha)
+
+    def score_targets(self, fused: Fused, target_BV: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return scores (N, V) of the words of all right answers, the words (N,), and their answers' targets (N,)."""
         row_N, answer_N = (target_BV > 0).nonzero().unbind(dim=1)
         mask_NT = self._mask(answer_N)
         ids_NT = self.ids_VT[answer_N, : mask_NT.shape[1]]
@@ -156,8 +164,7 @@ class DecoderHead(nn.Module):
         memory = self.decoder.read(self._read_states(fused).rows(row_N))
         states_NTD, _ = self.decoder(given_NT, place_T, memory, (place_T <= place_T[:, None])[None])
         weight_NT = target_BV[row_N, answer_N, None].expand_as(real_NT)
-        logits = self.decoder.score_words(states_NTD[real_NT])
-        return losses.answer_words(logits, next_NT[real_NT], weight_NT[real_NT], len(target_BV))
+        return self.decoder.score_words(states_NTD[real_NT]), next_NT[real_NT], weight_NT[real_NT]
 
     def scores(self, fused: Fused) -> Tensor:
         """See `AnswerHead`: log-likelihoods, minus infinity for answers that are not on the shortlist.

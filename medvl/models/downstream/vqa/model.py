@@ -2,19 +2,29 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from medvl.errors import ConfigError
+from medvl.losses.pairs.itc import ramped_alpha
 from medvl.models.downstream.fusion_task import FusionTask, described_fusion, open_fusion
 from medvl.models.downstream.vqa.config import DecoderConfig, Head, VQAConfig
-from medvl.models.downstream.vqa.heads import AnswerPredictions, create_head
+from medvl.models.downstream.vqa.heads import AnswerPredictions, DecoderHead, create_head
 from medvl.models.fusion_encoders.bases.base import FusionModel
 from medvl.models.fusion_encoders.bases.config import StreamConfig
 from medvl.models.registry import register_system
 from medvl.schema import Batch, Losses
+
+
+class Answerer(nn.Module):
+    """A fusion-encoder and a decoder of answers: what has a moving average. They are shared, not copied."""
+
+    def __init__(self, fusion_model: FusionModel, answer_head: DecoderHead) -> None:
+        super().__init__()
+        self.fusion_model, self.answer_head = fusion_model, answer_head
 
 
 @register_system("vqa")
@@ -23,6 +33,10 @@ class VQA(FusionTask):
 
     The text of a batch is the question and its labels are the answers: column v of `labels_BL` is 1 if answer v of
     `config.answers` is right (`medvl.data.loading.vqa_source.QuestionSource`).
+
+    Attributes:
+        momentum: with a decoder and `config.decoder.alpha`, the moving average (`Answerer`) of fusion-encoder and head,
+            which gives soft targets in training; else None. It starts as a copy in the first step.
     """
 
     Config = VQAConfig
@@ -32,6 +46,11 @@ class VQA(FusionTask):
         super().__init__(config, fusion_model)
         self.answer_head = create_head(config, fusion_model)
         self.freeze_unread(reads_pooled=self.answer_head.reads_pooled)
+        self.momentum: AveragedModel | None = None
+        if isinstance(self.answer_head, DecoderHead) and config.decoder.alpha:
+            average = get_ema_multi_avg_fn(config.decoder.momentum)
+            self.momentum = AveragedModel(Answerer(fusion_model, self.answer_head), multi_avg_fn=average)
+            self.momentum.requires_grad_(False)
 
     @classmethod
     def on(
@@ -58,10 +77,28 @@ class VQA(FusionTask):
         return cls(config, fusion_model)
 
     def forward(self, batch: Batch) -> Losses:
-        """Return the loss of the answers; the labels of an answer outside the vocabulary are zeros."""
-        return Losses.sum(
-            answers=self.answer_head.loss(self.fusion_model.features(batch), batch.labels_BL.nan_to_num(0.0))
-        )
+        """Return the loss of the answers; the labels of an answer outside the vocabulary are zeros.
+
+        Raises ConfigError in training mode if `before_step` was never called for the moving average.
+        """
+        fused, target_BV, head = self.fusion_model.features(batch), batch.labels_BL.nan_to_num(0.0), self.answer_head
+        if self.momentum is None or not self.training or not isinstance(head, DecoderHead):
+            return Losses.sum(answers=head.loss(fused, target_BV))
+        steps = int(self.momentum.n_averaged)
+        if not steps:
+            message = "expected before_step(step) before the forward pass of each optimiser step; call it in your loop"
+            raise ConfigError(message, "missing", field="before_step")
+        teacher: Any = self.momentum.module
+        with torch.no_grad():
+            teacher_NV, *_ = teacher.answer_head.score_targets(teacher.fusion_model.features(batch), target_BV)
+        alpha = ramped_alpha(steps - 1, self.config.decoder.ramp_steps, self.config.decoder.alpha)
+        return Losses.sum(answers=head.distilled_loss(fused, target_BV, teacher_NV, alpha))
+
+    @torch.no_grad()
+    def before_step(self, step: int) -> None:
+        """Move the moving average towards the model."""
+        if self.momentum is not None and isinstance(self.answer_head, DecoderHead):
+            self.momentum.update_parameters(Answerer(self.fusion_model, self.answer_head))
 
     def answer_logits(self, batch: Batch) -> Tensor:
         """(B, V): scores of `config.answers`. A decoder's are log-likelihoods, minus infinity for answers off the
