@@ -1,17 +1,18 @@
 """KAD on MIMIC-CXR: queries of entity names, images against reports (Zhang et al., Nature Communications 2023).
 
     torchrun --nproc-per-node 4 recipes/kad_mimic.py --data.train DIR/train --data.valid DIR/validate
+    torchrun recipes/kad_mimic.py --init-from runs/kebert/best ...       # the text stage
     torchrun recipes/kad_mimic.py --model.text-weights MED-KEBERT.safetensors ...
     torchrun recipes/kad_mimic.py tiny            # data of `medvl phantom quickstart`, two CPU cores
     torchrun recipes/kad_mimic.py tiny --help     # every setting
 
 Preset `paper`: the settings of the authors' configuration. ImageNet's ResNet-50 and PubMedBERT come from the hub on
-first use. Differences: the text encoder's own stage, the contrast of UMLS concepts and definitions, is not trained here
-(give its file); entities are the label columns and reports the labeler's statements, where the authors have 40 entities
-and strings of RadGraph; the learned scale is one, its vectors are of unit length and all ranks are compared; changes of
-brightness and contrast in place of RandAugment; mirrored images have mirrored texts; the rate is lowest at the end,
-where the released one is from epoch 80 on. Evaluations keep the last batch, and choose thresholds on validation data,
-where the released code does neither.
+first use. The text encoder's own stage, the contrast of UMLS concepts and definitions, is `recipes/kebert.py`: start
+from its run, or give the published file. Differences: entities are the label columns and reports the labeler's
+statements, where the authors have 40 entities and strings of RadGraph; the learned scale is one, its vectors are of
+unit length and all ranks are compared; changes of brightness and contrast in place of RandAugment; mirrored images have
+mirrored texts; the rate is lowest at the end, where the released one is from epoch 80 on. Evaluations keep the last
+batch, and choose thresholds on validation data, where the released code does neither.
 
 Goals on MIMIC-CXR with prompts `statements`, the published figures: AUROC of CheXpert's five 0.90, of ChestX-ray14
 0.79, of PadChest's 192 labels 0.75. A run of ours needs the credentialed data.
