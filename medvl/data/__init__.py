@@ -114,7 +114,11 @@ if TYPE_CHECKING:
         RandomCrop as RandomCrop,
     )
     from medvl.data.transforms.mlm_masking import MaskedText as MaskedText, TextMasking as TextMasking
-    from medvl.data.transforms.statements import Statements as Statements, TextOrLabels as TextOrLabels
+    from medvl.data.transforms.statements import (
+        SectionOrStatement as SectionOrStatement,
+        Statements as Statements,
+        TextOrLabels as TextOrLabels,
+    )
     from medvl.data.transforms.text import (
         RandomSection as RandomSection,
         RandomSentence as RandomSentence,

@@ -1,6 +1,7 @@
 """Text policies of systems that compare statements: several short texts of a sample, and labels as sentences."""
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal, Protocol, get_args, runtime_checkable
@@ -96,18 +97,51 @@ class Statements:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class SectionOrStatement:
+    """Findings, impression, or one of the labeler's statements about them, drawn with these weights.
+
+    What a report lacks has no weight. Of captions and other texts without these sections, one is drawn uniformly in
+    place of findings and impression.
+    """
+
+    findings: float = 0.4
+    impression: float = 0.3
+    statement: float = 0.3
+
+    def __post_init__(self) -> None:
+        weights = self.findings, self.impression, self.statement
+        if min(weights) < 0 or not 0 < sum(weights) < math.inf:
+            message = f"weights must be 0 or above, and one of them above 0, got {weights}"
+            raise ConfigError(message, "out_of_range", field="findings")
+
+    def __call__(self, sections: Mapping[str, str], rng: np.random.Generator) -> str:
+        weights = {"findings": self.findings, "impression": self.impression}
+        named = {name: weights[name] for name in REPORT_SECTIONS if sections.get(name)}
+        texts = [sections[name] for name in named] or choose_sections(sections, ())
+        weight_N = np.array(list(named.values()) or [sum(weights.values()) / max(1, len(texts))] * len(texts))
+        whole = float(weight_N.sum())
+        if not whole or rng.random() * (whole + self.statement) >= whole:
+            found = statements_of("\n\n".join(texts))
+            if found:
+                return found[int(rng.integers(len(found)))]
+        if not texts:
+            return ""
+        return texts[int(rng.choice(len(texts), p=weight_N / whole if whole else None))]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class TextOrLabels:
     """A text of the report, or of a sample without one the statements of its labels, in random order (CXR-CLIP).
 
     So images with labels only, such as CheXpert's or ChestX-ray14's, join a corpus with reports.
     """
 
-    text: RandomSentence | WholeText | RandomSection
+    text: RandomSentence | WholeText | RandomSection | SectionOrStatement
     """Policy for reports; it is applied to the labels' statements as well."""
 
     def of_sample(self, sample: Sample) -> Mapping[str, str]:
         """See `SamplePolicy`."""
-        names = () if isinstance(self.text, RandomSection) else self.text.sections
+        names = self.text.sections if isinstance(self.text, RandomSentence | WholeText) else ()
         if choose_sections(sample.sections, names):
             return sample.sections
         return {"labels": "\n\n".join(label_statements(sample.labels))}

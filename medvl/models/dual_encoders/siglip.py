@@ -7,7 +7,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from medvl import losses
+from medvl import encoders, losses
+from medvl.models.config_checks import check_within
 from medvl.models.dual_encoders.clip import CLIP, CLIPConfig
 from medvl.models.registry import register_system
 
@@ -24,7 +25,13 @@ class SigLIPConfig(CLIPConfig):
     bias: float = -10.0
     """Initial bias of all logits: nearly all pairs of a batch are negatives."""
     max_scale: float | None = None
+    scalar_lr_mult: float = 1.0
+    """Ratio of the rate of scale and bias to that of all other parameters."""
     max_tokens: int = 64
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_within(self, "(0, inf)", "scalar_lr_mult")
 
 
 @register_system("siglip")
@@ -47,6 +54,15 @@ class SigLIP(CLIP):
             super().load_scalars(tensors, source)
             with torch.no_grad():
                 self.logit_bias.copy_(tensors["logit_bias"].reshape(()))
+
+    def parameter_groups(self, lr: float, weight_decay: float, layer_decay: float = 1.0) -> list[dict[str, Any]]:
+        """Return the groups of an optimiser; scale and bias have no weight decay (`SigLIPConfig.scalar_lr_mult`)."""
+        groups = encoders.parameter_groups(self, lr, weight_decay, layer_decay=layer_decay)
+        scalars = [each for each in (self.logit_scale, self.logit_bias) if each.requires_grad]
+        for group in groups:
+            group["params"] = [each for each in group["params"] if not any(each is scalar for scalar in scalars)]
+        rate = lr * self.config.scalar_lr_mult
+        return [*groups, {"name": "scale and bias", "params": scalars, "lr": rate, "weight_decay": 0.0}]
 
     def contrast(self, image_NE: Tensor, text_NE: Tensor, groups: Sequence[Tensor] = ()) -> Tensor:
         """Return the loss of pairs of unit vectors, a scalar."""

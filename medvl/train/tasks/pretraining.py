@@ -9,7 +9,7 @@ from medvl.data.shards.format import MANIFEST
 from medvl.data.shards.verify import check_against
 from medvl.data.storage.webdataset_tars import TarFields, is_tar_pattern
 from medvl.data.transforms.image import ConVIRTAugmentation, EvalTransform, RandomCrop
-from medvl.data.transforms.statements import Statements, TextOrLabels
+from medvl.data.transforms.statements import SectionOrStatement, Statements, TextOrLabels
 from medvl.data.transforms.text import RandomSection, RandomSentence, SwappedSentences, TextPair, WholeText
 from medvl.errors import ConfigError
 from medvl.schema import Inputs
@@ -49,7 +49,16 @@ class DataConfig(LoaderConfig):
     """Folder of a tokenizer, as written by `medvl vocab`; None uses the text encoder's own from the hub."""
     image: ConVIRTAugmentation | EvalTransform | RandomCrop
     """Transform of the training images; validation uses the model's own."""
-    text: RandomSentence | WholeText | RandomSection | SwappedSentences | TextPair | Statements | TextOrLabels
+    text: (
+        RandomSentence
+        | WholeText
+        | RandomSection
+        | SectionOrStatement
+        | SwappedSentences
+        | TextPair
+        | Statements
+        | TextOrLabels
+    )
     """Policy that selects the text of a sample; `TextPair` for systems that read two."""
 
     def inputs(self) -> Iterator[tuple[str, Path, str]]:

@@ -1,6 +1,7 @@
 """Canonical statements of reports, and the policies that train with them."""
 
 import json
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 from helpers.errors import raises
 
-from medvl.data import Statements, TextOrLabels, WholeText, swap_laterality, train_wordpiece
+from medvl.data import SectionOrStatement, Statements, TextOrLabels, WholeText, swap_laterality, train_wordpiece
 from medvl.data.loading.collate import Collate, ItemMaker
 from medvl.data.reports.statements import read_statements, statement, statements_of
 from medvl.data.transforms.image import ConVIRTAugmentation, EvalTransform
@@ -82,6 +83,37 @@ def test_labels_become_sentences_where_there_is_no_report() -> None:
     assert policy(policy.of_sample(sample(labels={"Edema": 1})), rng()) == REPORT
     text = policy(policy.of_sample(sample(report="", labels={"Edema": 1, "Fracture": -1})), rng())
     assert text in ("There is edema. There is possible fracture.", "There is possible fracture. There is edema.")
+
+
+def test_sections_and_statements_are_drawn_by_weight() -> None:
+    sections = {"history": "Cough.", "findings": "Large effusion on the left.", "impression": "Effusion. No edema."}
+    generator = rng()
+
+    def shares(policy: Any, sections: dict[str, str], draws: int = 1000) -> dict[str, float]:
+        return {
+            text: count / draws for text, count in Counter(policy(sections, generator) for _ in range(draws)).items()
+        }
+
+    statements = statements_of("Large effusion on the left. Effusion. No edema.")
+    expected = {sections["findings"]: 0.4, sections["impression"]: 0.3}
+    expected |= dict.fromkeys(statements, 0.3 / len(statements))
+    assert shares(SectionOrStatement(), sections) == pytest.approx(expected, abs=0.05)
+    only = {"findings": "Lungs are well inflated."}  # neither an impression nor a statement
+    assert shares(SectionOrStatement(), only, 20) == {"Lungs are well inflated.": 1}
+    found = shares(SectionOrStatement(impression=0, statement=0.4), {"impression": "Effusion."}, 20)
+    assert found == {"There is pleural effusion.": 1}
+    figure = {"caption": "A chest.", "reference-1": "Edema is seen."}
+    drawn = {"A chest.": 0.35, "Edema is seen.": 0.35, "There is edema.": 0.3}
+    assert shares(SectionOrStatement(), figure) == pytest.approx(drawn, abs=0.05)
+    assert SectionOrStatement()({}, generator) == ""
+    labelled = sample(report="", labels={"Edema": 1, "Fracture": 0})
+    policy = TextOrLabels(text=SectionOrStatement())
+    assert policy.of_sample(sample(report="Clear lungs.")) == {"findings": "Clear lungs."}
+    texts = shares(policy, dict(policy.of_sample(labelled)), 300)
+    assert {"There is edema.", "There is no fracture.", "There is edema. There is no fracture."} < set(texts)
+    for weights in ({"findings": -1.0}, {"findings": 0.0, "impression": 0.0, "statement": 0.0}):
+        with raises(ConfigError, "out_of_range", "findings"):
+            SectionOrStatement(**weights)
 
 
 def test_statements_are_read_from_a_file_by_study(tmp_path: Path) -> None:

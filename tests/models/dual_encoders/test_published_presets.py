@@ -14,8 +14,8 @@ from medvl.models import KADConfig
 RECIPES = Path(__file__).parents[3] / "recipes"
 
 
-def preset(name: str) -> Any:
-    return runpy.run_path(str(RECIPES / f"{name}_mimic.py"))["PRESETS"]["paper"]
+def preset(name: str, kind: str = "paper") -> Any:
+    return runpy.run_path(str(RECIPES / f"{name}_mimic.py"))["PRESETS"][kind]
 
 
 def test_carzero_has_the_optimiser_and_flips_of_its_configuration() -> None:
@@ -55,6 +55,17 @@ def test_cxrclip_has_the_published_jitter() -> None:
 
 def test_reports_of_kad_have_256_tokens() -> None:
     assert KADConfig().max_tokens == 256
+
+
+def test_siglip_continued_warms_up_and_validates_within_its_run() -> None:
+    """On MIMIC-CXR alone; its warm-up of 500 steps was half of the run, which ended before the first validation."""
+    continued = preset("siglip", "continued")
+    steps = continued.train.epochs * 368_960 // continued.train.global_batch
+    assert continued.optim.schedule.warmup_steps == round(0.03 * steps)
+    assert continued.train.validate_every < steps / 5
+    assert continued.train.checkpoint_every == continued.train.validate_every
+    assert continued.optim.lr * continued.model.scalar_lr_mult == pytest.approx(1e-4)
+    assert (continued.model.positives, continued.optim.weight_decay) == ("either", 1e-4)
 
 
 def test_mutual_info_takes_the_central_square() -> None:
