@@ -10,8 +10,8 @@ from typing import Any, Literal
 from medvl.common.config_io import from_dict, nearest
 from medvl.errors import ConfigError
 
-Family = Literal["dual", "fusion", "report"]
-FAMILIES: tuple[Family, ...] = ("dual", "fusion", "report")
+Family = Literal["dual", "fusion", "records", "report"]
+FAMILIES: tuple[Family, ...] = ("dual", "fusion", "records", "report")
 _PRESETS = Path(__file__).parent / "presets"
 _STEPS = Path(__file__).parent / "steps.toml"
 

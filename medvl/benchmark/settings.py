@@ -32,8 +32,8 @@ def resolved_settings(
     train: dict[str, Any] = {"seed": seed, "tensorboard": False, "keep_last": 1}
     budget = config.budget
     if budget.augmentation == "weak" and entry.family != "report":
-        size = settings.model.image_size
-        data["image"] = ConVIRTAugmentation.weak(size if isinstance(size, int) else size[0])
+        size, scale = settings.model.image_size, getattr(settings.model, "target_scale", 1)
+        data["image"] = ConVIRTAugmentation.weak(scale * (size if isinstance(size, int) else size[0]))
     optim: dict[str, Any] = {}
     if budget.steps is not None:
         train |= {"epochs": None, "steps": budget.steps, "checkpoint_every": budget.checkpoint_every}

@@ -9,13 +9,13 @@ from typing import Any
 from medvl.benchmark.config import FAMILIES, BenchmarkConfig, Family
 from medvl.common.config_io import nearest
 from medvl.errors import ConfigError, MedvlError
-from medvl.models import DualEncoder, FusionModel, ReportGenerator, System, list_models, system
+from medvl.models import MRM, DualEncoder, FusionModel, ReportGenerator, System, list_models, system
 from medvl.train import Recipe
 from medvl.train.recipe_files import find_recipe, load_recipe_module, packaged_files
 
 _RECIPE_OF = {"clip": "chexzero"}
 """Systems that train with the recipe of another one."""
-_FAMILY_RECIPE: Mapping[Family, str] = {"dual": "convirt", "fusion": "m3ae", "report": "r2gen"}
+_FAMILY_RECIPE: Mapping[Family, str] = {"dual": "convirt", "fusion": "m3ae", "records": "mrm", "report": "r2gen"}
 """Recipe of systems of other packages that name none."""
 _NOT_COMPARED = {"local_analysis": "a training objective of LoVT's analysis, not a published system"}
 
@@ -56,6 +56,8 @@ def family_of(cls: type[System]) -> Family | None:
         return "report"
     if issubclass(cls, FusionModel):
         return "fusion"
+    if issubclass(cls, MRM):
+        return "records"
     return "dual" if issubclass(cls, DualEncoder) else None
 
 

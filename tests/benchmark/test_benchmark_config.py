@@ -12,7 +12,7 @@ from medvl.benchmark.config import MakeStep
 from medvl.benchmark.settings import with_settings
 from medvl.cli import main as cli
 from medvl.errors import ConfigError
-from medvl.models import DualEncoder, FusionModel, list_models, system
+from medvl.models import MRM, DualEncoder, FusionModel, list_models, system
 from medvl.train import quickstart
 
 FILE = """
@@ -109,7 +109,7 @@ def test_a_variable_that_is_not_set_is_named(tmp_path: Path, monkeypatch: pytest
 
 def test_every_system_is_in_the_phantom_or_has_a_reason(tmp_path: Path) -> None:
     plan = planned(read_benchmark("phantom-quick"), tmp_path)
-    kinds = (DualEncoder, FusionModel)
+    kinds = (DualEncoder, FusionModel, MRM)
     registered = {name for name in list_models() if issubclass(system(name), kinds) and name != "local_analysis"}
     runs = {run.system for run in plan.runs}
     assert registered <= runs | plan.left_out.keys()
@@ -121,10 +121,20 @@ def test_every_system_is_in_the_phantom_or_has_a_reason(tmp_path: Path) -> None:
         assert run.settings["init_from"] == ("run:convirt" if is_joined else None)
         if run.family == "dual":
             assert (run.settings["model"]["image_encoder"], run.settings["model"]["image_size"]) == ("resnet_tiny", 112)
+    [mrm] = [run for run in plan.runs if run.name == "mrm"]
+    assert (mrm.family, mrm.tasks) == ("records", ("probe",))
     [umrl] = [run for run in plan.runs if run.name == "umrl"]
     names = [run.name for run in plan.runs]
     assert umrl.needs == {"convirt": plan.runs[names.index("convirt")].key}
     assert names.index("convirt") < names.index("umrl")
+
+
+def test_images_of_masked_records_are_as_large_as_their_pixels(tmp_path: Path) -> None:
+    changes = {"systems": ["mrm"], "tasks": ["probe"], "preset": "paper"}
+    config = read_benchmark(write(tmp_path, FILE), changes)
+    assert config.budget.augmentation == "weak"
+    [run] = planned(config, tmp_path).runs
+    assert (run.settings["model"]["image_size"], run.settings["data"]["image"]["size"]) == (224, 448)
 
 
 def test_a_start_replaces_the_settings_of_a_system(tmp_path: Path) -> None:

@@ -192,3 +192,21 @@ def test_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:
 
     with raises(ConfigError, "not_found", "run"):
         execute_run(tmp_path)
+
+
+@pytest.mark.slow
+def test_masked_records_are_trained_and_probed(tmp_path: Path) -> None:
+    """MRM has no scores of images and texts: a probe of its image encoder is its only task."""
+    path = tmp_path / "records.toml"
+    content = FILE.replace("ROOT", str(tmp_path / "data")).replace("--patients 20", "--patients 100")
+    path.write_text(content.replace('phrases = "nothing/test"\n', ""))
+    plan, store = plan_runs(read_benchmark(path, {"systems": ["mrm"], "tasks": ["all"]}), tmp_path), Store(tmp_path)
+    make_corpus(plan.runs[0].corpus, run=lambda arguments: cli.main(list(arguments)))
+    store.write_runs(plan)
+    execute_locally(plan, store, jobs=0, report=lambda _: None)
+    [run] = plan.runs
+    assert (store.state(run), run.tasks) == ("finished", ("probe",))
+    text = print_site(write_site(plan, store))
+    [row] = [line for line in text.splitlines() if line.startswith("| mrm | masked-record model |")]
+    assert "\\[" in row  # an interval
+    assert "Masked-record models" in text

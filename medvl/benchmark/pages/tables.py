@@ -8,7 +8,12 @@ from medvl.benchmark.pages.rows import Measurements, SystemRow
 from medvl.benchmark.ranks import Measured, Rank, rank_systems
 from medvl.eval.html.tables import Cell, Table
 
-FAMILIES = {"dual": "dual-encoder", "fusion": "fusion-encoder", "report": "report generator"}
+FAMILIES = {
+    "dual": "dual-encoder",
+    "fusion": "fusion-encoder",
+    "records": "masked-record model",
+    "report": "report generator",
+}
 _DASH, _FAILED, _WAITING = "–", "failed", "to do"
 
 
