@@ -6,9 +6,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers.contrastive_systems import carzero, make_batch
+from helpers.largest import LargestTensor
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
-from medvl.models.dual_encoders.parts.pair_scores import unnormalized, with_global
+from medvl.models.dual_encoders.parts.pair_scores import pair_scores, score_head, unnormalized, with_global
 from medvl.models.dual_encoders.parts.query_decoder import QueryDecoder, QueryDecoderConfig
 from medvl.schema import Embeddings
 
@@ -100,6 +102,21 @@ def test_chunks_are_the_whole_in_value_and_gradient() -> None:
         weight = model.decoder.layers[0].linear1.weight.grad.clone()
         results.append((scores_NM, query_ME.grad, weight))
     torch.testing.assert_close(results[0], results[1])
+
+
+@pytest.mark.parametrize("queries", [256, 4096])
+def test_scores_have_bounded_memory_at_published_size(queries: int) -> None:
+    """256 images of 224 pixels: the widest states of 4,096 statements at once are 4.3 GB a tensor."""
+    with FakeTensorMode(), torch.no_grad():
+        decoder = QueryDecoder(768, QueryDecoderConfig(), self_attention=False, shared_norm=True).eval()
+        score = score_head(768, (1024, 512, 256), 0.1).eval()
+        memory_NKE, query_ME = torch.empty(256, 197, 768), torch.empty(queries, 768)
+        with LargestTensor(memory_NKE) as largest:
+            scores_NM = pair_scores(
+                lambda *inputs: score(decoder(*inputs)), memory_NKE, torch.ones(256, 197).bool(), query_ME, width=1024
+            )
+    assert scores_NM.shape == (256, queries)
+    assert largest.bytes <= 2**29
 
 
 def test_maps_are_the_attention_of_the_statement() -> None:

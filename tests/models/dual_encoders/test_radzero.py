@@ -8,7 +8,9 @@ import torch
 from helpers import gloria_ranks
 from helpers.contrastive_systems import make_batch, radzero
 from helpers.errors import raises
+from helpers.largest import LargestTensor
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import medvl
 from medvl.errors import ConfigError
@@ -43,6 +45,17 @@ def test_scores_are_those_of_the_formula_in_chunks_too() -> None:
         torch.testing.assert_close(actual_NM, expected_NM)
         actual_NM.square().sum().backward()
         torch.testing.assert_close((tokens_NKE.grad, texts_ME.grad), gradients)
+
+
+@pytest.mark.parametrize("statements", [100, 1651, 20_000])
+def test_the_comparison_has_bounded_memory_at_published_size(statements: int) -> None:
+    """256 images of 518 pixels: all scores of 1,651 statements at once are 2.3 GB a tensor."""
+    with FakeTensorMode(), torch.no_grad():
+        tokens_NKE, texts_ME = torch.empty(256, 1370, 768), torch.empty(statements, 768)
+        with LargestTensor(tokens_NKE) as largest:
+            scores_NM = patch_cosine(tokens_NKE, texts_ME, 14.3)
+    assert scores_NM.shape == (256, statements)
+    assert 2**27 < largest.bytes < 2**29
 
 
 @pytest.mark.parametrize("temperature", [0.01, 0.03, 0.2])
