@@ -41,6 +41,7 @@ SYSTEMS = {
     },
     "biovil-local": ("biovil_mimic", "local"),
     "gloria": ("gloria_chexpert", "paper"),
+    "siglip-continued": ("siglip_mimic", "continued"),
     "mrm": ("mrm_mimic", "paper"),
     "ecamp": ("mrm_mimic", "ecamp"),
     "maco": ("mrm_mimic", "maco"),
@@ -83,8 +84,8 @@ def row(name: str, options: argparse.Namespace) -> list[str]:
     model.before_step(0)
     with torch.no_grad():
         model(batch)  # fills books of queries, which happens once in a run
-        with FlopCounterMode(display=False) as counter:
-            model(batch)
+    with FlopCounterMode(display=False) as counter:
+        model(batch)
     kept = activations(model, batch)
     every, trained = (
         sum(p.numel() for p in model.parameters() if p.requires_grad or not only) / 1e6 for only in (False, True)
