@@ -148,7 +148,7 @@ def random_batch(model: Any, options: argparse.Namespace) -> Batch:
         statement_mask_BST=torch.ones_like(statements, dtype=torch.bool),
         position_BL=torch.randint(0, 9, (rows, entities)),
         sentence_BT=(torch.arange(length) // 12).expand(rows, length),
-        prior_image_BCHW=pixels(),
+        prior_BCHW=pixels(),
         has_prior_B=torch.ones(rows, dtype=torch.bool),
     )
 
