@@ -1,4 +1,4 @@
-"""Losses and gradients of contrastive systems on two ranks, one or both of which have no complete pair.
+"""Losses and gradients of contrastive systems on two ranks, where both, one or none have a complete pair.
 
 torchrun --standalone --nproc-per-node 2 contrastive_ranks.py FOLDER
 """
@@ -55,7 +55,7 @@ def flat(pairs: Pairs) -> dict[str, Tensor]:
 
 
 def main(folder: Path) -> None:
-    """Write the losses and gradients of every system in both cases, after DDP's average, and gathered pairs."""
+    """Write the losses and gradients of every system in all cases, after DDP's average, and gathered pairs."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     rank = dist.get_rank()
@@ -63,10 +63,10 @@ def main(folder: Path) -> None:
     for name, create in SYSTEMS.items():
         model = create().eval()
         parallel = DistributedDataParallel(model)
-        for case in ("one", "none"):
+        for case in ("both", "one", "none"):
             model.zero_grad(set_to_none=True)
             batch = make_batch(name, (FIRST, SECOND)[rank])
-            if case == "none" or rank == 1:
+            if case == "none" or (case == "one" and rank == 1):
                 batch = dataclasses.replace(batch, has_text_B=torch.zeros(len(batch), dtype=torch.bool))
             losses = parallel(batch)
             losses.total.backward()

@@ -16,7 +16,7 @@ from helpers.two_ranks import run_two_ranks
 from torch import Tensor, nn
 
 from medvl.models.dual_encoders.bases.pairs import Pairs
-from medvl.schema import Losses
+from medvl.schema import Batch, Losses
 
 
 def flags(*values: int) -> Tensor:
@@ -98,27 +98,32 @@ def test_a_batch_without_pairs_has_zero_losses_and_zero_gradients(name: str) -> 
         assert parameter.grad is None or not parameter.grad.any(), key
 
 
+def losses_and_gradients(model: Any, batch: Batch) -> dict[str, Tensor]:
+    model.zero_grad(set_to_none=True)
+    losses = model(batch)
+    losses.total.backward()
+    terms = {f"loss/{key}": term.detach() for key, term in losses.terms.items()}
+    return {**gradients(model), **terms, "loss": losses.total.detach()}
+
+
 @pytest.mark.fault("N1")
-def test_a_rank_without_pairs_changes_nothing(tmp_path: Path) -> None:
-    """Losses and gradients are those of the other rank's pairs alone; with no pair on any rank, they are zero."""
+def test_two_ranks_compute_what_one_does(tmp_path: Path) -> None:
+    """With unequal numbers of pairs, with pairs on one rank alone, and with none, whose losses are zero."""
     run_two_ranks(contrastive_ranks.__file__, tmp_path)
     found = [safetensors.torch.load_file(tmp_path / f"rank-{rank}.safetensors") for rank in (0, 1)]
     for name, create in SYSTEMS.items():
         model = create().eval()
-        batch = make_batch(name, FIRST)
+        first = make_batch(name, FIRST)
         if not model.needs_pairs:  # the images of the other rank count
-            batch = dataclasses.replace(make_batch(name), has_text_B=torch.arange(PAIRS) < FIRST.stop)
-        losses = model(batch)
-        losses.total.backward()
-        expected = {
-            **gradients(model),
-            **{f"loss/{key}": term.detach() for key, term in losses.terms.items()},
-            "loss": losses.total.detach(),
-        }
-        for results, (key, tensor) in itertools.product(found, expected.items()):
-            actual = results.pop(f"{name}/one/{key}")
-            near = {"rtol": 1e-4, "atol": 1e-6 + 1e-5 * tensor.abs().max().item()}
-            torch.testing.assert_close(actual, tensor, **near, msg=lambda text, n=f"{name} {key}": f"{n}: {text}")
+            first = dataclasses.replace(make_batch(name), has_text_B=torch.arange(PAIRS) < FIRST.stop)
+        for case, batch in (("both", make_batch(name)), ("one", first)):
+            expected = losses_and_gradients(model, batch)
+            for results, (key, tensor) in itertools.product(found, expected.items()):
+                actual = results.pop(f"{name}/{case}/{key}")
+                near = {"rtol": 1e-4, "atol": 1e-6 + 1e-5 * tensor.abs().max().item()}
+                place = f"{name} {case} {key}"
+                torch.testing.assert_close(actual, tensor, **near, msg=lambda text, place=place: f"{place}: {text}")
+        for results, key in itertools.product(found, expected):
             assert not results.pop(f"{name}/none/{key}").any(), key
     for results in found:
         gathered = {key: results.pop(f"pairs/{key}") for key in flat(sample_pairs(slice(None)))}
