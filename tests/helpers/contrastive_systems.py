@@ -185,7 +185,7 @@ def make_batch(name: str = "clip", rows: slice = slice(None)) -> Batch:
         pixels = torch.randint(
             0, 256, (PAIRS, 2, 64, 64), dtype=torch.uint8, generator=torch.Generator().manual_seed(7)
         )
-        batch.image_BCHW, batch.prior_image_BCHW = pixels[rows, :1], pixels[rows, 1:]
+        batch.image_BCHW, batch.prior_BCHW = pixels[rows, :1], pixels[rows, 1:]
         batch.has_prior_B = (torch.arange(PAIRS) % 3 != 1)[rows]
     if name == "biovil":
         batch.second_ids_BT = torch.randint(5, 40, (PAIRS, 5), generator=torch.Generator().manual_seed(6))[rows]

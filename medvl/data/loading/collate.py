@@ -335,7 +335,7 @@ class Collate:
             batch.image_entity_BN = pad_entities([item.entities for item in items])
         if self.inputs.prior_image:
             priors = [item.prior_image_HWC for item in items]
-            batch.prior_image_BCHW, batch.has_prior_B = stack_some(priors, items[0].image_HWC)
+            batch.prior_BCHW, batch.has_prior_B = stack_some(priors, items[0].image_HWC)
         if self.inputs.other_view:
             others = [item.other_view_HWC for item in items]
             batch.other_view_BCHW, batch.has_other_view_B = stack_some(others, items[0].image_HWC)

@@ -249,10 +249,10 @@ def _embedded(
 ) -> torch.Tensor:
     if not (use_prior and isinstance(model, SupportsPriors)):
         return of_images(model.embed_images(batch.image_BCHW))
-    if batch.prior_image_BCHW is None or batch.has_prior_B is None:
+    if batch.prior_BCHW is None or batch.has_prior_B is None:
         message = "the loader makes no prior images; open it with inputs=Inputs(prior_image=True)"
         raise EvaluationError(message, "missing", field="loader")
-    return of_images(model.embed_with_prior(batch.image_BCHW, batch.prior_image_BCHW, batch.has_prior_B))
+    return of_images(model.embed_with_prior(batch.image_BCHW, batch.prior_BCHW, batch.has_prior_B))
 
 
 def change_metrics(scores_NLC: Array, truth_NL: NDArray[np.int64], findings: Sequence[str]) -> MetricGroup:

@@ -97,10 +97,10 @@ class ChangeClassifier(System):
 
         Raises ConfigError for a batch without prior images, unless `config.use_prior` is False.
         """
-        prior_BCHW, has_prior_B = batch.prior_image_BCHW, batch.has_prior_B
+        prior_BCHW, has_prior_B = batch.prior_BCHW, batch.has_prior_B
         if self.config.use_prior and (prior_BCHW is None or has_prior_B is None):
-            message = "expected Batch.prior_image_BCHW: open the loader with the model's inputs"
-            raise ConfigError(message, "missing", field="prior_image_BCHW")
+            message = "expected Batch.prior_BCHW: open the loader with the model's inputs"
+            raise ConfigError(message, "missing", field="prior_BCHW")
         logits_BK: Tensor = self.change_head(self._vectors(batch.image_BCHW, prior_BCHW, has_prior_B))
         return logits_BK.unflatten(1, (-1, len(CHANGES)))
 

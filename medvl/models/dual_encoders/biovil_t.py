@@ -97,7 +97,7 @@ class BioViLT(BioViL):
 
     def batch_regions(self, batch: Batch) -> Tensor:
         """See the base class. Raises ConfigError for a batch without prior images."""
-        if batch.prior_image_BCHW is None:
-            message = "expected Batch.prior_image_BCHW: open the loader with the model's inputs"
-            raise ConfigError(message, "missing", field="prior_image_BCHW")
-        return self.embed_regions(batch.image_BCHW, batch.prior_image_BCHW, batch.has_prior_B)
+        if batch.prior_BCHW is None:
+            message = "expected Batch.prior_BCHW: open the loader with the model's inputs"
+            raise ConfigError(message, "missing", field="prior_BCHW")
+        return self.embed_regions(batch.image_BCHW, batch.prior_BCHW, batch.has_prior_B)

@@ -27,7 +27,7 @@ OPTIONAL = (
     "second_ids_BT",
     "second_mask_BT",
     "sentence_BT",
-    "prior_image_BCHW",
+    "prior_BCHW",
     "has_prior_B",
 )
 
@@ -163,11 +163,11 @@ def test_sentence_spans_are_the_places_of_the_sentences() -> None:
 
 def test_the_prior_image_is_that_of_the_source(tokenizer: Tokenizer) -> None:
     batch = next(iter(open_it(tokenizer, image=EvalTransform(size=40), train=False, batch=3)))
-    assert batch.prior_image_BCHW is not None
+    assert batch.prior_BCHW is not None
     assert batch.has_prior_B is not None
     assert batch.has_prior_B.tolist() == [False, True, True]
-    assert not batch.prior_image_BCHW[0].any()
-    assert torch.equal(batch.prior_image_BCHW[1:], batch.image_BCHW[:2])
+    assert not batch.prior_BCHW[0].any()
+    assert torch.equal(batch.prior_BCHW[1:], batch.image_BCHW[:2])
 
 
 def test_prior_images_are_those_of_the_latest_earlier_study(tokenizer: Tokenizer) -> None:
@@ -200,7 +200,7 @@ def test_inputs_are_the_same_on_any_ranks_and_after_a_resume(tokenizer: Tokenize
         assert_equal(again, batch)
     ranks = [list(open_it(tokenizer, rank=rank, world=2)) for rank in (0, 1)]
     for batch, *shares in zip(full, *ranks, strict=True):
-        for name in ("image_BCHW", "second_image_BCHW", "prior_image_BCHW", "has_prior_B"):
+        for name in ("image_BCHW", "second_image_BCHW", "prior_BCHW", "has_prior_B"):
             assert torch.equal(torch.cat([getattr(share, name) for share in shares]), getattr(batch, name)), name
     first = open_it(tokenizer)
     next(iter(first))

@@ -39,7 +39,7 @@ def classifier(model: ContrastiveEncoder, tmp_path: Path, **options: Any) -> Cha
 
 def encoded(model: ChangeClassifier) -> Tensor:
     """Return the vectors of the batch by the methods of the dual-encoder."""
-    image, prior, has_B = BATCH.image_BCHW, BATCH.prior_image_BCHW, BATCH.has_prior_B
+    image, prior, has_B = BATCH.image_BCHW, BATCH.prior_BCHW, BATCH.has_prior_B
     assert prior is not None
     assert has_B is not None
     if model.dual_encoder.name == "biovil_t":
@@ -77,10 +77,10 @@ def test_a_new_head_predicts_every_class_alike(tmp_path: Path) -> None:
 def test_without_the_prior_image_only_the_image_is_read(make: Any, tmp_path: Path) -> None:
     model = classifier(make(), tmp_path, use_prior=False).eval()
     assert not model.inputs.prior_image
-    alone = dataclasses.replace(BATCH, prior_image_BCHW=None, has_prior_B=None)
+    alone = dataclasses.replace(BATCH, prior_BCHW=None, has_prior_B=None)
     torch.testing.assert_close(model.change_logits(BATCH), model.change_logits(alone))
     reading = classifier(make(), tmp_path / "..", use_prior=True)
-    with raises(ConfigError, "missing", "prior_image_BCHW"):
+    with raises(ConfigError, "missing", "prior_BCHW"):
         reading.change_logits(alone)
 
 

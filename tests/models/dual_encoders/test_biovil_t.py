@@ -63,7 +63,7 @@ def test_positions_are_sines_of_rows_and_columns() -> None:
 def test_only_existing_priors_are_seen() -> None:
     model = biovil_t().eval()
     assert isinstance(model, SupportsPriors)
-    image, prior, has = BATCH.image_BCHW, BATCH.prior_image_BCHW, BATCH.has_prior_B
+    image, prior, has = BATCH.image_BCHW, BATCH.prior_BCHW, BATCH.has_prior_B
     mixed = model.embed_with_prior(image, prior, has).global_NE
     torch.testing.assert_close(mixed[~has], model.encode_image(image[~has]))
     torch.testing.assert_close(mixed[has], model.encode_image(image[has], prior[has]))
@@ -82,7 +82,7 @@ def test_every_parameter_has_a_gradient_and_none_is_missing_without_priors() -> 
     model.zero_grad()
     model(dataclasses.replace(BATCH, has_prior_B=torch.zeros(PAIRS, dtype=torch.bool))).total.backward()
     assert all(parameter.grad is not None for parameter in model.parameters())
-    with raises(ConfigError, "missing", "prior_image_BCHW"):
-        model(dataclasses.replace(BATCH, prior_image_BCHW=None))
+    with raises(ConfigError, "missing", "prior_BCHW"):
+        model(dataclasses.replace(BATCH, prior_BCHW=None))
     with raises(ConfigError, "conflict", "pooler_dim"):
         BioViLTConfig(pooler_dim=18)
