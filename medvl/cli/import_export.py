@@ -22,7 +22,7 @@ _FORMATS = {
     "medvl.export.load_encoder; heads of ConVIRT, CLIP, CheXzero and SigLIP, with a loader for zero-shot scores",
     "open_clip": "CLIP, CheXzero and SigLIP, complete, with encoders that open_clip builds",
     "onnx": "every system: both encoders, with the heads of dual-encoders; needs medvl[onnx]",
-    "published": "BioViL and BioViL-T, complete, as the two files of their authors' code",
+    "published": "BioViL, BioViL-T, LoVT, MedCLIP and MGCA, complete, as the files of their authors' code",
 }
 
 

@@ -1,10 +1,12 @@
 """Imported dual-encoders against the published layers, written out plainly from the file's own keys, on small random files."""
 
+import dataclasses
 from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers.errors import raises
 from helpers.published import random_tensors
 from helpers.published_layers import (
     EMBED,
@@ -29,6 +31,10 @@ from torch import Tensor
 
 import medvl
 from medvl.data import train_wordpiece
+from medvl.errors import CheckpointError
+from medvl.export import export_published
+
+BLOCKS = (1, 1, 1, 1)
 
 
 @pytest.fixture(scope="module")
@@ -69,25 +75,28 @@ def test_chexzero_import_equals_clip(chexzero_file: Tensors, tmp_path: Path) -> 
     assert loaded.logit_scale.item() == 3.5
 
 
-def test_medclip_import_includes_its_heads(tmp_path: Path) -> None:
-    """The mean of three states and of real tokens, projected; the image's average, projected by the layer named fc."""
-    blocks = (1, 1, 1, 1)
+def medclip_file() -> Tensors:
     file = random_tensors(
         {
-            **resnet_shapes("vision_model.model.", blocks),
+            **resnet_shapes("vision_model.model.", BLOCKS),
             "vision_model.model.fc.weight": (EMBED, 64),
             **bert_shapes("text_model.model.", 3),
             "text_model.projection_head.weight": (EMBED, WIDTH),
         }
     )
-    file["logit_scale"] = torch.tensor(2.5)
+    return {**file, "logit_scale": torch.tensor(2.5)}
+
+
+def test_medclip_import_includes_its_heads(tmp_path: Path) -> None:
+    """The mean of three states and of real tokens, projected; the image's average, projected by the layer named fc."""
+    file = medclip_file()
     model = imported(file, "medclip", tmp_path)
     ids, mask = texts()
     states = bert_states(ids, mask, file, "text_model.model.", 3)
     mixed = (states[1] + states[2] + states[3]) / 3
     pooled = (mixed * mask[:, :, None]).sum(1) / mask.sum(1, keepdim=True)
     pixels = torch.randn(2, 3, 64, 64, generator=torch.Generator().manual_seed(6))
-    vector = resnet(pixels, file, "vision_model.model.", blocks).mean(dim=(2, 3))
+    vector = resnet(pixels, file, "vision_model.model.", BLOCKS).mean(dim=(2, 3))
     with torch.no_grad():
         text, image = model.encode_text(ids, mask), model.encode_image(pixels)
     expected = F.normalize(linear(pooled, file, "text_model.projection_head"), dim=-1)
@@ -150,14 +159,11 @@ def mgca_head(x: Tensor, file: Tensors, name: str) -> Tensor:
     return bn(F.linear(F.relu(bn(hidden, 1)), file[f"{name}.3.weight"].flatten(1), file[f"{name}.3.bias"]), 4)
 
 
-def test_mgca_import_is_the_whole_system(tmp_path: Path) -> None:
-    """Its BERT has no token types, which are zeros; heads of regions and words are convolutions of width 1."""
-    blocks = (1, 1, 1, 1)
-    tokenizer = train_wordpiece(["left effusion", "no pneumothorax"], vocab_size=WORDS, min_frequency=1)
-    file = random_tensors(
+def mgca_file(words: int) -> Tensors:
+    return random_tensors(
         {
-            **bert_shapes("text_encoder_q.model.", 1, words=len(tokenizer.vocabulary), types=0),
-            **resnet_shapes("img_encoder_q.model.", blocks),
+            **bert_shapes("text_encoder_q.model.", 1, words=words, types=0),
+            **resnet_shapes("img_encoder_q.model.", BLOCKS),
             **mgca_head_shapes("img_encoder_q.global_embed", 64),
             **mgca_head_shapes("img_encoder_q.local_embed", 64, local=True),
             **mgca_head_shapes("text_encoder_q.global_embed", WIDTH),
@@ -165,13 +171,19 @@ def test_mgca_import_is_the_whole_system(tmp_path: Path) -> None:
             "prototype_layer.weight": (7, EMBED),
         }
     )
+
+
+def test_mgca_import_is_the_whole_system(tmp_path: Path) -> None:
+    """Its BERT has no token types, which are zeros; heads of regions and words are convolutions of width 1."""
+    tokenizer = train_wordpiece(["left effusion", "no pneumothorax"], vocab_size=WORDS, min_frequency=1)
+    file = mgca_file(len(tokenizer.vocabulary))
     model = imported(file, "mgca", tmp_path, tokenizer=tokenizer)
     assert (model.config.num_prototypes, model.config.hidden_dim, model.config.projection_dim) == (7, 32, EMBED)
     torch.testing.assert_close(model.prototype_layer.weight.data, file["prototype_layer.weight"])
     pixels = torch.randn(2, 3, 224, 224, generator=torch.Generator().manual_seed(3))
     large = F.interpolate(pixels, (299, 299), mode="bilinear", align_corners=True)
     images, texts = model.embed_images(pixels), ["left effusion", "no"]
-    pooled = resnet(large, file, "img_encoder_q.model.", blocks).mean(dim=(2, 3))
+    pooled = resnet(large, file, "img_encoder_q.model.", BLOCKS).mean(dim=(2, 3))
     expected = F.normalize(mgca_head(pooled, file, "img_encoder_q.global_embed"), dim=-1)
     torch.testing.assert_close(images.global_NE, expected, atol=1e-4, rtol=1e-3)
     assert images.local_NPE.shape == (2, 361, EMBED)
@@ -227,16 +239,12 @@ def lovt_pool(x: Tensor, file: Tensors, model: str) -> Tensor:
     return linear(attend(q, k, v, 8), file, f"{name}.out_proj")
 
 
-def test_lovt_import_is_the_whole_system(tmp_path: Path) -> None:
-    """Poolings, heads and the attention between sentences and regions, from the released code's names."""
-    blocks = (1, 1, 1, 1)
-    tokenizer = train_wordpiece(["left effusion.", "no pneumothorax."], vocab_size=WORDS, min_frequency=1)
-    report = "left effusion. no pneumothorax."
+def lovt_file(words: int) -> Tensors:
     square = [f"ll_attention.{name}_projection" for name in ("key", "value", "output")]
-    file = random_tensors(
+    return random_tensors(
         {
-            **bert_shapes("model_b.encoder.language_model.", 1, words=len(tokenizer.vocabulary)),
-            **resnet_shapes("model_a.encoder.feature_extractor.backbone_layers.", blocks),
+            **bert_shapes("model_b.encoder.language_model.", 1, words=words),
+            **resnet_shapes("model_a.encoder.feature_extractor.backbone_layers.", BLOCKS),
             **lovt_side_shapes("model_a", 64),
             **lovt_side_shapes("model_b", WIDTH),
             **{f"{name}.weight": (EMBED, EMBED) for name in square},
@@ -246,10 +254,17 @@ def test_lovt_import_is_the_whole_system(tmp_path: Path) -> None:
             "loss_module.ll_alignments_a.0.pos_weights": (7, 7, 7, 7),
         }
     )
+
+
+def test_lovt_import_is_the_whole_system(tmp_path: Path) -> None:
+    """Poolings, heads and the attention between sentences and regions, from the released code's names."""
+    tokenizer = train_wordpiece(["left effusion.", "no pneumothorax."], vocab_size=WORDS, min_frequency=1)
+    report = "left effusion. no pneumothorax."
+    file = lovt_file(len(tokenizer.vocabulary))
     model = imported(file, "lovt", tmp_path, tokenizer=tokenizer)
     assert (model.config.hidden_dim, model.config.projection_dim, model.config.max_tokens) == (32, EMBED, 16)
     pixels = torch.randn(1, 3, 224, 224, generator=torch.Generator().manual_seed(3))
-    regions = resnet(pixels, file, "model_a.encoder.feature_extractor.backbone_layers.", blocks)[0].flatten(1).T
+    regions = resnet(pixels, file, "model_a.encoder.feature_extractor.backbone_layers.", BLOCKS)[0].flatten(1).T
     ids, mask = tokenizer([report])
     tokens = bert_states(ids, mask, file, "model_b.encoder.language_model.", 1)[-1][0, 1:-1]
     sentences = torch.stack([tokens[:3].amax(dim=0), tokens[3:].amax(dim=0)])
@@ -269,3 +284,30 @@ def test_lovt_import_is_the_whole_system(tmp_path: Path) -> None:
     with torch.no_grad():
         for_sentences, _ = model.cross_attention(texts.local_NPE, images.local_NPE, texts.mask_NP)
     torch.testing.assert_close(for_sentences[0], expected, **near)
+
+
+@pytest.mark.parametrize("system", ["medclip", "mgca", "lovt"])
+def test_export_to_the_published_file_is_the_inverse_of_the_import(system: str, tmp_path: Path) -> None:
+    """Also of token types that medvl trained, which MGCA's BERT does not have; sizes of images must be the published."""
+    file = {"medclip": medclip_file, "mgca": lambda: mgca_file(WORDS), "lovt": lambda: lovt_file(WORDS)}[system]()
+    model = imported(file, system, tmp_path)
+    exported = export_published(model, tmp_path / "out")
+    assert not exported.left_out
+    assert max(exported.differences.values()) == 0
+    name = "pytorch_model.bin" if system == "medclip" else f"{system}.ckpt"
+    written = torch.load(tmp_path / "out" / name, weights_only=True)
+    written = written if system == "medclip" else written["state_dict"]
+    unused = {key for key in {*file, *written} if "pooler" in key or "position_ids" in key or "loss_module" in key}
+    assert written.keys() - unused == file.keys() - unused
+    for key in written.keys() - unused:
+        assert torch.equal(written[key], file[key]), key
+    types = model.text_encoder.backbone.embeddings.token_type_embeddings.weight
+    with torch.no_grad():
+        types += torch.randn(2, WIDTH)
+    assert export_published(model, tmp_path / "types").differences["text"] < 1e-5
+    if system == "mgca":
+        with torch.no_grad():
+            types.zero_()
+        model.config = dataclasses.replace(model.config, encoder_size=None)
+        with raises(CheckpointError, "mismatch"):
+            export_published(model, tmp_path / "size")

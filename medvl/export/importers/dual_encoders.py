@@ -9,7 +9,7 @@ from medvl.export.importers import backbones
 from medvl.export.importers.backbones import TEXT, TEXT_PROJECTION, bert, resnet, sequential_resnet
 from medvl.export.importers.encoders_from_shapes import bert_fields, encoder_fields
 from medvl.export.importers.importer import Importer
-from medvl.export.importers.key_map import KeyRule, Shapes, ZeroTensor, drop, keep
+from medvl.export.importers.key_map import Change, KeyRule, Shapes, ZeroTensor, drop, keep
 from medvl.models.dual_encoders.chexzero import CheXzeroConfig
 from medvl.models.dual_encoders.clip import CLIPConfig
 from medvl.models.dual_encoders.convirt import ConVIRTConfig
@@ -20,6 +20,8 @@ from medvl.models.dual_encoders.medclip import MedCLIPConfig
 from medvl.models.dual_encoders.mgca import MGCAConfig
 from medvl.models.dual_encoders.siglip import SigLIPConfig
 
+MEDCLIP_RESNET_HEAD = "vision_model.model.fc"
+"""Name of the image head beside a ResNet; beside Swin it has another one."""
 _SIZES = ("input_resolution", "context_length", "vocab_size")
 
 _OPEN_CLIP: tuple[KeyRule, ...] = (
@@ -135,28 +137,33 @@ def _relu_head(first: str, second: str, side: str) -> list[KeyRule]:
     return [keep(f"{first}.*", f"{side}_head.0.*"), keep(f"{second}.*", f"{side}_head.2.*")]
 
 
-def _batch_norm_head(source: str, target: str) -> list[KeyRule]:
-    """Return the rules of MGCA's heads; their convolutions of width 1 are linear layers."""
+def _batch_norm_heads(source: str, whole: str, local: str) -> list[KeyRule]:
+    """Return the rules of the two heads of one side of MGCA."""
     layers = {"0.weight": "inner.weight", "0.bias": "inner.bias", "1.*": "norm.*"}
     layers |= {"3.weight": "outer.weight", "3.bias": "outer.bias", "4.*": "output_norm.*"}
     return [
-        keep(f"{source}.head.{key}", f"{target}.{name}", change="conv to linear" if "weight" in key else "none")
+        keep(f"{source}.{kind}_embed.head.{key}", f"{target}.{name}", change=_kernel(kind, name))
+        for kind, target in (("global", whole), ("local", local))
         for key, name in layers.items()
     ]
 
 
 def _lovt_side(model: str, whole: str, local: str, pool: str) -> list[KeyRule]:
-    """Return the rules of the heads and the pooling of one side of LoVT; local heads are convolutions of width 1."""
+    """Return the rules of the heads and the pooling of one side of LoVT."""
     rules = [keep(f"{model}.encoder.global_aggregator.**", f"{pool}.**")]
-    for source, target in ((f"{model}.project_global", whole), (f"{model}.project_local", local)):
-        for key, name in (("before", "inner"), ("after", "outer")):
-            weight = f"{source}.projection_{key}.weight"
-            rules += [
-                keep(weight, f"{target}.{name}.weight", change="conv to linear"),
-                keep(f"{source}.projection_{key}.bias", f"{target}.{name}.bias"),
-            ]
-        rules.append(keep(f"{source}.norm.*", f"{target}.norm.*"))
+    layers = {"projection_before.weight": "inner.weight", "projection_before.bias": "inner.bias", "norm.*": "norm.*"}
+    layers |= {"projection_after.weight": "outer.weight", "projection_after.bias": "outer.bias"}
+    rules += [
+        keep(f"{model}.project_{kind}.{key}", f"{target}.{name}", change=_kernel(kind, name))
+        for kind, target in (("global", whole), ("local", local))
+        for key, name in layers.items()
+    ]
     return rules
+
+
+def _kernel(kind: str, name: str) -> Change:
+    """Return the change of a layer's weight: local heads have convolutions of width 1 over tokens or regions."""
+    return "conv1d to linear" if kind == "local" and name in ("inner.weight", "outer.weight") else "none"
 
 
 _GLORIA_TOWERS = (*resnet("gloria.img_encoder.model."), *bert("gloria.text_encoder.model."))
@@ -214,7 +221,7 @@ IMPORTERS = (
         title="MedCLIP (Wang et al. 2022): ResNet-50 or Swin-T, Bio_ClinicalBERT",
         source="MedCLIP's MedCLIPModel.from_pretrained",
         table=(
-            keep("vision_model.model.fc.weight", "image_head.weight"),
+            keep(f"{MEDCLIP_RESNET_HEAD}.weight", "image_head.weight"),
             keep("vision_model.projection_head.weight", "image_head.weight"),
             *backbones.hugging_face_swin("vision_model.model."),
             *resnet("vision_model.model."),
@@ -270,10 +277,8 @@ IMPORTERS = (
             *resnet("img_encoder_q.model."),
             drop("text_encoder_q.model.encoder.layer.*.crossattention.**", "cross-attention, unused for text alone"),
             *bert("text_encoder_q.model."),
-            *_batch_norm_head("img_encoder_q.global_embed", "image_head"),
-            *_batch_norm_head("img_encoder_q.local_embed", "region_head"),
-            *_batch_norm_head("text_encoder_q.global_embed", "text_head"),
-            *_batch_norm_head("text_encoder_q.local_embed", "word_head"),
+            *_batch_norm_heads("img_encoder_q", "image_head", "region_head"),
+            *_batch_norm_heads("text_encoder_q", "text_head", "word_head"),
             keep("prototype_layer.weight", "prototype_layer.weight"),
             drop("*_local_atten_layer.**", "attention between words and patches, for an option that MGCA does not use"),
         ),

@@ -18,7 +18,10 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-Change = Literal["none", "transpose", "flatten", "scalar", "conv to linear", "reverse", "drop axis", "kernel to linear"]
+Change = Literal[
+    *("none", "transpose", "flatten", "scalar", "conv to linear", "conv1d to linear"),
+    *("reverse", "drop axis", "kernel to linear"),
+]
 Shapes = Mapping[str, tuple[int, ...]]
 """Shapes of tensors by key."""
 _NORMS = {"gamma": "weight", "beta": "bias"}
@@ -136,8 +139,7 @@ def to_published(tensors: Mapping[str, Tensor], table: Sequence[KeyRule]) -> tup
         for rule, stars in rules:
             if rule.target == first:  # all pieces of one tensor
                 piece = tensor.chunk(rule.part[1])[rule.part[0]] if rule.part[1] > 1 else tensor
-                changed = piece[..., None, None] if rule.change == "conv to linear" else _change(piece, rule.change)
-                renamed[_fill(rule.source, stars.groups())] = changed.contiguous()
+                renamed[_fill(rule.source, stars.groups())] = _undo(piece, rule.change).contiguous()
     return renamed, unknown
 
 
@@ -200,7 +202,7 @@ def _normalized_keys(keys: Sequence[str]) -> list[str]:
 def _change(tensor: Tensor, change: Change) -> Tensor:
     if change == "transpose":
         return tensor.T
-    if change == "conv to linear":  # a 1 x 1 convolution is a linear layer
+    if change in ("conv to linear", "conv1d to linear"):  # a convolution of width 1 is a linear layer
         return tensor.flatten(1) if tensor.ndim > 1 else tensor
     if change == "reverse":  # of two classes
         return tensor.flip(0)
@@ -211,6 +213,12 @@ def _change(tensor: Tensor, change: Change) -> Tensor:
     if change == "scalar" and tensor.numel() == 1:
         return tensor.reshape(())
     return tensor.flatten() if change == "flatten" else tensor
+
+
+def _undo(tensor: Tensor, change: Change) -> Tensor:
+    """Return the published tensor of a medvl tensor; where it is not the same change again, its axes are added."""
+    axes = {"conv to linear": 2, "conv1d to linear": 1}.get(change)
+    return _change(tensor, change) if axes is None else tensor.reshape(*tensor.shape, *[1] * axes)
 
 
 def _can_be_joined(pieces: Sequence[Tensor]) -> bool:
