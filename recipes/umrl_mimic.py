@@ -3,6 +3,7 @@
     torchrun recipes/umrl_mimic.py --data.train DIR/train --data.valid DIR/validate --data.tokenizer VOCAB
     torchrun recipes/umrl_mimic.py --model.text-weights glove.6B.300d.txt ...      # averaged word vectors, not TF-IDF
     torchrun recipes/umrl_mimic.py --model.text-encoder bioclinicalbert ...        # paragraph vectors
+    torchrun recipes/umrl_mimic.py --model.text-encoder bioclinicalbert --model.text-unit sentence ...
     torchrun recipes/umrl_mimic.py --model.paired-share 0.01 ...                   # EA+Adv with 1 % of the pairs
     torchrun recipes/umrl_mimic.py --model.adversarial-weight 0 --model.paired-share 0.01 ...    # EA alone
     torchrun recipes/umrl_mimic.py tiny            # data of `medvl phantom quickstart`, two CPU cores

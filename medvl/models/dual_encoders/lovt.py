@@ -93,8 +93,7 @@ class LoVT(LocalSentenceEncoder):
         items_BNE, mask_BN = local_features(side)
         if self.config.local_temperature is None:
             return losses.local_alignment(items_BNE, attended_BNE, mask_BN, side.weight_NP)
-        rest = mask_BN, side.weight_NP, positives_NN, self.config.local_temperature
-        nce = losses.within_sample_nce
+        nce, rest = losses.within_sample_nce, (mask_BN, side.weight_NP, positives_NN, self.config.local_temperature)
         return nce(items_BNE, attended_BNE, *rest) + nce(attended_BNE, items_BNE, *rest)
 
     def attend(self, regions_BPE: Tensor, words_BWE: Tensor, mask_BW: Tensor) -> Tensor:

@@ -35,8 +35,7 @@ class MutualInfoConfig(BertDualConfig):
     text_pool: Literal["cls", "max"] = "cls"
     """Text vector: the state of [CLS], which random weights make almost equal, or the maximum over tokens."""
     bound: Literal["dv", "info_nce"] = "dv"
-    """Bound of the mutual information. InfoNCE has the positive in its sum; without it, as in the released code, its
-    gradient is that of Donsker-Varadhan ("dv")."""
+    """Bound of the mutual information: Donsker-Varadhan, or InfoNCE with the positive in its sum, unlike released."""
     critic_hidden: tuple[int, ...] = (1024, 512)
     positives: Positives = "study"
     """Pairs that are not negatives of each other: those of one study, as published."""
@@ -116,6 +115,5 @@ class MutualInfo(SentenceDualEncoder):
     ) -> list[Tensor]:
         """Return `sentence_maps` of the local critic. Raises ConfigError without a local part."""
         if self.local_critic is None:
-            message = "this MutualInfo has no regions: train it with local_weight above 0"
-            raise ConfigError(message, "unsupported", field="local_weight")
+            raise ConfigError("no regions: train with local_weight above 0", "unsupported", field="local_weight")
         return self.sentence_maps(self.local_critic, image_BCHW, texts, original_sizes)

@@ -15,11 +15,12 @@ from medvl.losses.pairs.positives import in_share
 from medvl.losses.precision import full_precision
 from medvl.models.base import EncoderArguments
 from medvl.models.config_checks import check_weights, check_within
-from medvl.models.dual_encoders.bases.bert import BertDualConfig, BertDualEncoder
+from medvl.models.dual_encoders.bases.bert import BertDualConfig
 from medvl.models.dual_encoders.bases.pairs import Pairs
+from medvl.models.dual_encoders.bases.sentences import SentenceMeanEncoder
 from medvl.models.dual_encoders.parts.heads import move_to_orthogonal
 from medvl.models.registry import register_system
-from medvl.schema import Batch, Embeddings, Losses
+from medvl.schema import Batch, Embeddings, Inputs, Losses
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -29,12 +30,14 @@ class UMRLConfig(BertDualConfig):
     Recalled and not confirmed: the distance, the discriminator and the orthogonality. Chosen here: all numbers.
 
     Texts: `text_encoder` "static" is a table of word vectors, averaged: those of a GloVe file (`text_weights`), or
-    TF-IDF with PCA (`medvl.models.fit_tfidf`, which the recipe calls). Any other encoder gives paragraph vectors.
+    TF-IDF with PCA (`medvl.models.fit_tfidf`, which the recipe calls). Any other encoder gives vectors of `text_unit`.
     """
 
     image_encoder: str = "densenet121"
     text_encoder: str = "static"
     text_arguments: EncoderArguments = dataclasses.field(default_factory=lambda: {"dimension": 300})
+    text_unit: Literal["paragraph", "sentence"] = "paragraph"
+    """A text's vector: that of the whole text, or the mean over its sentences, each the mean of its tokens."""
     projection_dim: int = 128
     distance: Literal["cosine", "squared"] = "cosine"
     """Distance of a pair's two vectors: 1 - cosine, or the squared Euclidean distance."""
@@ -53,30 +56,32 @@ class UMRLConfig(BertDualConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_choice(self.distance, ("cosine", "squared"), "distance")
+        check_choice(self.text_unit, ("paragraph", "sentence"), "text_unit")
         check_within(self, "[0, 1]", "paired_share", "orthogonality")
         check_within(self, "[1, inf)", "hidden_dim")
         check_weights(self, "adversarial_weight", "alignment_weight")
 
 
 @register_system("umrl")
-class UMRL(BertDualEncoder):
+class UMRL(SentenceMeanEncoder):
     """EA, Adv and EA+Adv. Both encoders are frozen and in eval mode; they are run anew in every step."""
 
     Config = UMRLConfig
 
     def __init__(self, config: UMRLConfig, *args: Any, **kwargs: Any) -> None:
         super().__init__(config, *args, **kwargs)
+        self.inputs = Inputs(sentences=config.text_unit == "sentence")
         for encoder in (self.image_encoder, self.text_encoder):
             encoder.requires_grad_(False)
             encoder.keep_frozen_in_eval(True)
-        width = config.hidden_dim
-        layers = nn.Linear(config.projection_dim, width), nn.LeakyReLU(0.2), nn.Linear(width, 1)
+        layers = nn.Linear(config.projection_dim, config.hidden_dim), nn.LeakyReLU(0.2), nn.Linear(config.hidden_dim, 1)
         self.discriminator = nn.Sequential(*layers) if config.adversarial_weight else None
 
     @classmethod
     def encoder_arguments(cls, config: UMRLConfig) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
         """See the base class."""
-        return {}, {"pool": "mean", **({"pretrained": False} if config.text_encoder == "static" else {})}
+        static = {"pretrained": False, "vocab_size": config.vocab_size or 30_522}  # without a tokenizer, BERT's
+        return {}, {"pool": "mean", **(static if config.text_encoder == "static" else {})}
 
     @classmethod
     def make_heads(cls, config: UMRLConfig, image: ImageEncoder, text: TextEncoder) -> dict[str, nn.Module]:
@@ -88,10 +93,8 @@ class UMRL(BertDualEncoder):
 
     def embed_pairs(self, batch: Batch) -> Pairs:
         """Return mapped vectors, not normalised, and which pairs are known."""
-        image_BE = self.image_head(self.image_encoder(batch.image_BCHW).pooled_BD).float()
-        text_BE = self.text_head(self.text_encoder(batch.ids_BT, batch.mask_BT).pooled_BD).float()
-        known_B = in_share(batch.studies or batch.keys, self.config.paired_share)
-        known_B1 = known_B[:, None].to(image_BE)
+        image_BE, text_BE = self.unnormalized_image(batch.image_BCHW), self.map_texts(batch)
+        known_B1 = in_share(batch.studies or batch.keys, self.config.paired_share)[:, None].to(image_BE)
         return Pairs(images=Embeddings(image_BE), texts=Embeddings(text_BE), others={"known": Embeddings(known_B1)})
 
     def compare_pairs(self, pairs: Pairs) -> Losses:

@@ -3,6 +3,7 @@
 import dataclasses
 import math
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -50,6 +51,43 @@ def test_losses_equal_the_formulas(distance: str) -> None:
     adversarial = -(logits[0].log().mean() + (1 - logits[1]).log().mean()) / 2
     torch.testing.assert_close(losses.terms["adversarial"], adversarial, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(losses.total, expected + 0.3 * adversarial, rtol=1e-4, atol=1e-5)
+
+
+def test_texts_are_means_of_their_sentences() -> None:
+    """In batches, for strings and however far they are padded; a text without a sentence is one."""
+    tokenizer = train_wordpiece(TEXTS, vocab_size=120, min_frequency=1)
+    model = umrl(text_unit="sentence", tokenizer=tokenizer, vocab_size=None).eval()
+    texts = ["There is a left effusion. There is no edema.", "effusion", ""]
+    vectors = [
+        torch.stack([model.text_encoder.backbone.weight[tokenizer([each])[0][0, 1:-1]].mean(dim=0) for each in parts])
+        for parts in (["There is a left effusion.", "There is no edema."], ["effusion"])
+    ]
+    expected = model.text_head(torch.stack([vectors_SD.mean(dim=0) for vectors_SD in vectors]))
+    actual = model.encode_text(texts, normalize=False)
+    torch.testing.assert_close(actual[:2], expected)
+    assert actual.isfinite().all()
+    torch.testing.assert_close(model.embed_texts(texts).global_NE, F.normalize(actual, dim=1))
+    torch.testing.assert_close(model.encode_text(texts[:1], normalize=False), actual[:1])
+    batch = whole()
+    wider = {
+        name: F.pad(getattr(batch, name), (0, 4), value=value)
+        for name, value in (("ids_BT", 7), ("mask_BT", False), ("sentence_BT", -1))
+    }
+    padded = dataclasses.replace(batch, **wider)
+    torch.testing.assert_close(model(padded).total, model(batch).total)
+    assert model(batch).total != umrl(tokenizer=tokenizer, vocab_size=None).eval()(batch).total
+    assert (model.inputs.sentences, umrl().inputs.sentences) == (True, False)
+    with raises(ConfigError, "missing", "sentence_BT"):
+        model(dataclasses.replace(batch, sentence_BT=None))
+    with raises(ConfigError, "unknown_name", "text_unit"):
+        UMRLConfig(text_unit="word")
+
+
+def test_the_name_alone_is_enough() -> None:
+    with torch.device("meta"):
+        model: Any = medvl.create_model("umrl")
+    assert model.text_encoder.backbone.weight.shape == (30_522, 300)
+    assert (model.image_head.weight.shape, model.text_head.weight.shape) == ((128, 1024), (128, 300))
 
 
 def test_maps_learn_against_the_discriminator_and_encoders_do_not() -> None:

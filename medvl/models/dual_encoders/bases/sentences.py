@@ -15,7 +15,7 @@ from medvl.models.dual_encoders.bases.base import ContrastiveEncoder
 from medvl.models.dual_encoders.bases.bert import BertDualEncoder
 from medvl.models.dual_encoders.bases.local import local_features
 from medvl.models.dual_encoders.bases.pairs import Pairs
-from medvl.models.dual_encoders.parts.sentences import SentencePool, pool_sentences
+from medvl.models.dual_encoders.parts.sentences import SentencePool, mean_of_sentences, pool_sentences
 from medvl.models.dual_encoders.parts.words import most_slots
 from medvl.models.heatmaps import on_originals
 from medvl.schema import Batch, Embeddings
@@ -43,11 +43,46 @@ class SentenceTexts(ContrastiveEncoder):
 
     def embed_pairs(self, batch: Batch) -> Pairs:
         """See the base class. Raises ConfigError for a batch without the sentences of its tokens."""
+        self._require_sentences(batch)
+        texts = self.embed_ids(batch.ids_BT, batch.mask_BT, batch.sentence_BT)
+        return Pairs(images=self.embed_images(batch.image_BCHW), texts=texts)
+
+    def _require_sentences(self, batch: Batch) -> None:
+        """Raise ConfigError for a batch without the sentences of its tokens, where the system needs them."""
         if self.inputs.sentences and batch.sentence_BT is None:
             message = f"{self.name} needs the sentence of each token: open the loader with inputs=model.inputs"
             raise ConfigError(message, "missing", field="sentence_BT")
-        texts = self.embed_ids(batch.ids_BT, batch.mask_BT, batch.sentence_BT)
-        return Pairs(images=self.embed_images(batch.image_BCHW), texts=texts)
+
+
+class SentenceMeanEncoder(SentenceTexts, BertDualEncoder):
+    """A dual-encoder whose texts are the mean of their sentences, if it declares `Inputs(sentences=True)`.
+
+    A sentence is the mean of its tokens in the text. Other systems have the text encoder's pooled vector.
+    """
+
+    def map_texts(self, batch: Batch) -> Tensor:
+        """Return `map_ids` of a batch. Raises ConfigError for a batch without the sentences of its tokens."""
+        self._require_sentences(batch)
+        return self.map_ids(batch.ids_BT, batch.mask_BT, batch.sentence_BT)
+
+    def map_ids(self, ids_BT: Tensor, mask_BT: Tensor, sentence_BT: Tensor | None = None) -> Tensor:
+        """Return (B, E) float32: texts behind `text_head`, not normalised."""
+        features = self.text_encoder(ids_BT, mask_BT)
+        vector_BD = features.pooled_BD
+        if self.inputs.sentences:
+            vector_BD = mean_of_sentences(features.tokens_BTD, sentence_BT, mask_BT)
+        projected_BE: Tensor = self.text_head(vector_BD)
+        return projected_BE.float()
+
+    def unnormalized_text(self, texts: Sequence[str] | Tensor, mask_BT: Tensor | None = None) -> Tensor:
+        """See the base class."""
+        if isinstance(texts, Tensor):
+            return self.map_ids(*self.tokenize(texts, mask_BT))
+        return self.map_ids(*self.tokenize_sentences(texts))
+
+    def embed_ids(self, ids_BT: Tensor, mask_BT: Tensor, sentence_BT: Tensor | None = None) -> Embeddings:
+        """See the base class."""
+        return Embeddings(F.normalize(self.map_ids(ids_BT, mask_BT, sentence_BT), dim=-1))
 
 
 class SentenceDualEncoder(SentenceTexts, BertDualEncoder):

@@ -49,6 +49,16 @@ def pool_sentences(
     return sentences_BSD.masked_fill(~mask_BS[:, :, None], 0.0), mask_BS
 
 
+def mean_of_sentences(tokens_BTD: Tensor, sentence_BT: Tensor | None, mask_BT: Tensor) -> Tensor:
+    """Return (B, D) float32: the mean of a text's sentences, each the mean of its tokens.
+
+    A text without a sentence, and every text if `sentence_BT` is None, is one sentence.
+    """
+    sentence_BT = torch.full_like(mask_BT, -1, dtype=torch.long) if sentence_BT is None else sentence_BT
+    sentences_BSD, mask_BS = pool_sentences(tokens_BTD, whole_if_none(sentence_BT, mask_BT), pool="mean")
+    return sentences_BSD.sum(dim=1) / mask_BS.sum(dim=1, keepdim=True).clamp(min=1)
+
+
 def whole_if_none(sentence_BT: Tensor, mask_BT: Tensor) -> Tensor:
     """Return the numbers of sentences, 0 on all tokens but the first and the last of a text that has no sentence.
 
