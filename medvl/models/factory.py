@@ -70,7 +70,8 @@ def create_model(
         raise ConfigError("new_vocabulary needs its tokenizer; give one", "missing", field="tokenizer")
     tokenizer = _open_tokenizer(tokenizer, folder, config, bool(pretrained))
     if tokenizer is not None:
-        has_words = bool(pretrained) or continues or own_text
+        is_table = getattr(config, "text_encoder", "") == "static"  # whose rows are the tokenizer's words
+        has_words = continues or (not is_table and (bool(pretrained) or own_text))
         config = _fit_vocabulary(config, tokenizer, has_words and not new_words)
         if own_text and not new_words and folder is not None and has_tokenizer(folder):
             _compare_vocabularies(tokenizer, folder)

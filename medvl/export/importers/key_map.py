@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 
 Change = Literal[
-    *("none", "transpose", "flatten", "scalar", "conv to linear", "conv1d to linear"),
-    *("reverse", "drop axis", "kernel to linear"),
-]
+    "none", "transpose", "flatten", "scalar", "conv to linear", "conv1d to linear", "reverse", "drop axis",
+    "kernel to linear",
+]  # fmt: skip
 Shapes = Mapping[str, tuple[int, ...]]
 """Shapes of tensors by key."""
 _NORMS = {"gamma": "weight", "beta": "bias"}
@@ -217,8 +217,9 @@ def _change(tensor: Tensor, change: Change) -> Tensor:
 
 def _undo(tensor: Tensor, change: Change) -> Tensor:
     """Return the published tensor of a medvl tensor; where it is not the same change again, its axes are added."""
-    axes = {"conv to linear": 2, "conv1d to linear": 1}.get(change)
-    return _change(tensor, change) if axes is None else tensor.reshape(*tensor.shape, *[1] * axes)
+    if change == "conv to linear":
+        return tensor[..., None, None]
+    return tensor[..., None] if change == "conv1d to linear" else _change(tensor, change)
 
 
 def _can_be_joined(pieces: Sequence[Tensor]) -> bool:

@@ -90,6 +90,18 @@ def test_the_name_alone_is_enough() -> None:
     assert (model.image_head.weight.shape, model.text_head.weight.shape) == ((128, 1024), (128, 300))
 
 
+def test_a_file_of_word_vectors_fills_a_table_of_the_tokenizers_words(tmp_path: Path) -> None:
+    tokenizer = train_wordpiece(TEXTS, vocab_size=120, min_frequency=1)
+    (tmp_path / "glove.txt").write_text("left 0.5 1 -2\nedema 3 4 5\n")
+    settings = {"text_weights": str(tmp_path / "glove.txt"), "text_arguments": {"dimension": 3}, "vocab_size": None}
+    model: Any = umrl(tokenizer=tokenizer, projection_dim=2, **settings)
+    table_VD = model.text_encoder.backbone.weight
+    assert len(table_VD) == tokenizer.vocab_size
+    assert table_VD[tokenizer.vocabulary["left"]].tolist() == [0.5, 1, -2]
+    save(model, tmp_path)
+    assert torch.equal(medvl.load(tmp_path).encode_text(["left edema"]), model.eval().encode_text(["left edema"]))
+
+
 def test_maps_learn_against_the_discriminator_and_encoders_do_not() -> None:
     model = umrl(alignment_weight=0.0).train()
     losses = model(whole())
