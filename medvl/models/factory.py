@@ -57,12 +57,11 @@ def create_model(
         raise ConfigError(message, "wrong_type", field="pretrained")
     cls, config = _configuration(name, settings)
     own = [part for part in ("image_weights", "text_weights") if getattr(config, part, None) is not None]
-    continues = False
+    continues, own_text = False, "text_weights" in own
     if init_from is not None:
         if own:
             raise ConfigError(f"give init_from or {own[0]}, not both", "conflict", field=own[0])
         config, continues = _continued(cls, config, Path(init_from))
-    own_text = "text_weights" in own
     takes_words = continues or "text_encoder" in cls.shared_encoders
     folder = _words_folder(config, init_from if takes_words else None)
     new_words = getattr(config, "new_vocabulary", False)
