@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.export import register_dataclass
 
@@ -57,6 +57,8 @@ class FSDPModel(ParallelModel):
             block.compile()
         for module in (*blocks, trained):
             fully_shard(module, mesh=mesh, ignored_params=set(self._scalars))
+            for method in getattr(module, "forward_methods", ()):
+                register_fsdp_forward_method(module, method)
         assert isinstance(trained, FSDPModule)
         # Parameters that a rank's samples do not use (no masked word, say) get zero gradients, so that no rank hangs.
         trained.set_reduce_scatter_unused_params(True)

@@ -4,6 +4,7 @@ Run by torchrun it is one rank: `test_train_sharded.py FOLDER` trains into folde
 found to `FOLDER/RANK.json`.
 """
 
+import dataclasses
 import functools
 import json
 import shutil
@@ -28,6 +29,8 @@ from torch.distributed.tensor import DTensor
 import medvl
 from medvl.errors import ConfigError, TrainingError
 from medvl.losses.pairs.itc import MomentumQueue
+from medvl.models.downstream.vqa.config import DecoderConfig
+from medvl.models.downstream.vqa.model import VQA
 from medvl.schema import Batch, Losses
 from medvl.train import TrainResult, rank_and_world
 from medvl.train.config import TrainConfig
@@ -43,6 +46,7 @@ CLIP = 0.5
 OPTIONS: dict[str, Any] = {"precision": "bf16", "packed_text": True, "checkpoint_activations": True, "epochs": 1}
 TEXT = {"num_hidden_layers": 2, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 VIT = {"layers": 2, "width": 64, "patch_size": 16}
+ANSWERS = ("left", "right")
 TOWERS = {"text_encoder": "tiny_bert", "vocab_size": 40, "image_size": 32, "projection_dim": 16}
 
 
@@ -76,6 +80,12 @@ def albef() -> nn.Module:
     return tiny_model("albef", tiny_tokenizer(), dropout=0.0, text_arguments=quiet(), momentum=0.5)
 
 
+def vqa() -> nn.Module:
+    """A decoder of answers, whose layers are called for the questions beside their forward pass, and its average."""
+    decoder = {"layers": 2, "heads": 2, "intermediate": 16, "dropout": 0.0, "alpha": 0.4, "ramp_steps": 0}
+    return VQA.on(medvill(), ANSWERS, head="ranking", decoder=DecoderConfig(**decoder))
+
+
 def pairs(positions: list[int], epoch: int) -> Batch:
     """Samples of the dual-encoders: tokens and pixels follow from position and epoch."""
     images, ids = [], []
@@ -93,6 +103,12 @@ def reports(positions: list[int], epoch: int) -> Batch:
     generator = torch.Generator().manual_seed(1000 * epoch + positions[0])
     image_BCHW = torch.randint(0, 256, (len(positions), 1, 64, 64), generator=generator, dtype=torch.uint8)
     return batch_of(positions, image_BCHW, *tiny_tokenizer()([TEXTS[position % len(TEXTS)] for position in positions]))
+
+
+def questions(positions: list[int], epoch: int) -> Batch:
+    """Samples of the fusion-encoder with an answer."""
+    batch = reports(positions, epoch)
+    return dataclasses.replace(batch, labels_BL=torch.eye(len(ANSWERS))[[position % 2 for position in positions]])
 
 
 def batch_of(positions: list[int], image_BCHW: Tensor, ids_BT: Tensor, mask_BT: Tensor) -> Batch:
@@ -113,6 +129,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Make]] = {
     "convirt": (convirt, pairs),
     "medvill": (medvill, reports),
     "albef": (albef, reports),
+    "vqa": (vqa, questions),
 }
 
 

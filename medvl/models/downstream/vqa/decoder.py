@@ -41,10 +41,17 @@ class Memory(NamedTuple):
 class DecoderLayer(nn.Module):
     """Attention to the answer so far and to the question, feed-forward: a `CoAttentionLayer` with a cache."""
 
+    forward_methods = ("read",)
+    """Methods that are called beside `forward`: sharded weights are gathered for them too."""
+
     def __init__(self, sizes: Sizes) -> None:
         super().__init__()
         self.attention, self.cross_attention = Attention(sizes), Attention(sizes)
         self.feed_forward = FeedForward(sizes)
+
+    def read(self, states_BCD: Tensor) -> KeysValues:
+        """Return the keys and values of what is read."""
+        return self.cross_attention.keys_values(states_BCD)
 
     def forward(
         self,
@@ -95,7 +102,7 @@ class AnswerDecoder(nn.Module):
     def read(self, tokens: Tokens) -> Memory:
         """Cache the keys and values of questions with their images, (B, C, D)."""
         layers: Any = self.layers
-        read = tuple(layer.cross_attention.keys_values(tokens.states_BND) for layer in layers)
+        read = tuple(layer.read(tokens.states_BND) for layer in layers)
         return Memory(read, padding_mask(tokens.mask_BN), None)
 
     def forward(
