@@ -133,7 +133,9 @@ class ARL(M3AE):
 
 
 def _set_finder(model: ARL, *_: object) -> None:
-    """Make loaders find the entities of the model's graph."""
-    model.inputs = dataclasses.replace(
-        model.inputs, entities=model.align_head.graph.finder(), max_entities=model.config.max_entities
-    )
+    """Make loaders find the entities of the model's graph; on the meta device it has no names yet."""
+    graph = model.align_head.graph
+    if not graph.name_hash_N.is_meta:
+        model.inputs = dataclasses.replace(
+            model.inputs, entities=graph.finder(), max_entities=model.config.max_entities
+        )

@@ -253,3 +253,11 @@ def test_checkpoints_need_no_folder_and_keep_the_dictionary(tokenizer: Tokenizer
         tiny_model("arl", tokenizer, entity_width=12)
     with raises(ConfigError, "conflict", "entity_heads"):
         ARLConfig(entity_heads=3)
+
+
+def test_the_graph_is_read_while_models_are_built_on_the_meta_device(tokenizer: Tokenizer) -> None:
+    """As `medvl benchmark --dry-run` builds them, which failed when the folder existed."""
+    with torch.device("meta"):
+        model = tiny_model("arl", tokenizer)
+    assert isinstance(model, ARL)
+    assert all(parameter.is_meta for parameter in model.parameters())

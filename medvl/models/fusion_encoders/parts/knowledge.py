@@ -89,7 +89,7 @@ def read_graph(folder: str, width: int) -> tuple[GraphSizes, dict[str, Tensor]]:
         longest_name=finder.longest,
         sha256=graph.sha256,
     )
-    loops_2V = torch.arange(sizes.entities).expand(2, -1)
+    loops_2V = torch.arange(sizes.entities, device="cpu").expand(2, -1)  # as the triples
     tensors = {
         "vectors": vectors_VD,
         "edges_2M": torch.cat([torch.from_numpy(graph.triples_N3[:, [0, 2]].T), loops_2V], dim=1),
