@@ -86,6 +86,14 @@ def vqa() -> nn.Module:
     return VQA.on(medvill(), ANSWERS, head="ranking", decoder=DecoderConfig(**decoder))
 
 
+def r2gen() -> nn.Module:
+    """A report generator, whose decoder calls parts of its layers before their forward pass."""
+    sizes = {"width": 16, "layers": 2, "heads": 2, "intermediate": 24, "memory_heads": 4, "max_tokens": 20}
+    image = {"image_encoder": "timm:test_vit", "image_arguments": {"depth": 1}, "image_size": 64, "views": 1}
+    torch.manual_seed(0)
+    return medvl.create_model("r2gen", tokenizer=tiny_tokenizer(), dropout=0.0, cell_dropout=0.0, **sizes, **image)
+
+
 def pairs(positions: list[int], epoch: int) -> Batch:
     """Samples of the dual-encoders: tokens and pixels follow from position and epoch."""
     images, ids = [], []
@@ -130,6 +138,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Make]] = {
     "medvill": (medvill, reports),
     "albef": (albef, reports),
     "vqa": (vqa, questions),
+    "r2gen": (r2gen, reports),
 }
 
 
