@@ -20,8 +20,8 @@ does not mention caption dropout; this preset drops 10 % of the texts (`medvl.mo
 Preset `tiny`: v-prediction with 4.4 million parameters on the phantom's frontal views at 64 pixels, with the frozen
 text encoder of the quickstart's ConVIRT. Latents and text states are computed once. Images of 256 test impressions have
 a mean AUROC of the five competition findings of 0.896 [0.874, 0.918] at guidance 5, which validation prompts chose from
-5, 3 and 1; real images have 0.946, images after the autoencoder 0.925, and shuffled prompts 0.496 (RESULTS.md, "Images
-from texts").
+5, 3 and 1; real images have 0.946, images after the autoencoder 0.925, and shuffled prompts 0.496 (docs, earlier
+results: "Images from texts").
 """
 
 import dataclasses

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Trains and evaluates everything that RESULTS.md reports on the phantom, then writes RESULTS.md. Parts can be named;
-# without names all of them run, in about six hours on two CPU cores. Finished steps are not repeated.
+# Trains and evaluates what RESULTS.md and docs/pages/earlier-results.md report on the phantom, then writes their tables.
+# Parts can be named; without names all of them run, in about six hours on two CPU cores. Finished steps are not repeated.
 #
 #     bash scripts/reproduce_results.sh                      # all parts
 #     bash scripts/reproduce_results.sh zero-shot grounding  # these only; tables of other parts keep their last results

@@ -1,12 +1,13 @@
-"""Tables of RESULTS.md from the `results.json` files of `scripts/reproduce_results.sh`.
+"""Tables of RESULTS.md and of the page of earlier results, from the `results.json` of `scripts/reproduce_results.sh`.
 
     python scripts/results.py            # print the tables whose results exist
-    python scripts/results.py --write    # replace them in RESULTS.md; a table without results keeps what it has
+    python scripts/results.py --write    # replace them where they stand; a table without results keeps what it has
     python scripts/results.py --benchmark quickstart/benchmark --write    # those of `medvl benchmark --out`
     python scripts/results.py --benchmark continued --prefix continued- --write    # those whose names begin so
     python scripts/results.py --write --commits 4deac0a 596b8e3    # of results that do not say theirs
 
-Each table stands between two HTML comments in RESULTS.md, with the commit, the date and the machine of its results.
+Each table stands between two HTML comments, with the commit, the date and the machine of its results. RESULTS.md holds
+the tables of one commit, docs/pages/earlier-results.md those of others.
 """
 
 import argparse
@@ -22,6 +23,7 @@ from medvl.errors import EvaluationError
 from medvl.eval import MetricRow, Results, read_results
 
 ROOT = Path(__file__).parent.parent
+DOCUMENTS = (ROOT / "RESULTS.md", ROOT / "docs/pages/earlier-results.md")
 FINDINGS = ("Atelectasis", "Cardiomegaly", "Consolidation", "Edema", "Pleural Effusion")
 _MEAN = ("auroc", "macro_competition")
 _F1 = ("f1", "macro of five")
@@ -29,7 +31,7 @@ _F1 = ("f1", "macro of five")
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Table:
-    """A table of RESULTS.md: a column for each results folder, a row for each metric."""
+    """A table of the documents: a column for each results folder, a row for each metric."""
 
     name: str
     columns: Mapping[str, str]
@@ -160,24 +162,24 @@ TABLES = (
 
 
 def main() -> None:
-    """Print the tables, or write them into RESULTS.md."""
+    """Print the tables, or write them into the documents."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--write", action="store_true", help="replace the tables in RESULTS.md")
+    parser.add_argument("--write", action="store_true", help="replace the tables in the documents")
     parser.add_argument("--folder", type=Path, default=ROOT / "quickstart", help="folder of the results")
     parser.add_argument("--benchmark", type=Path, help="folder of `medvl benchmark`, whose tables are read instead")
-    parser.add_argument("--prefix", default="", help="first part of the names of the benchmark's tables in RESULTS.md")
+    parser.add_argument("--prefix", default="", help="first part of the names of the benchmark's tables there")
     parser.add_argument("--commits", nargs="+", default=[], help="commits of results that do not say theirs")
     options = parser.parse_args()
-    document = ROOT / "RESULTS.md"
-    text = document.read_text(encoding="utf-8")
+    texts = {document: document.read_text(encoding="utf-8") for document in DOCUMENTS}
     tables = own_tables(options.folder) if options.benchmark is None else benchmark_tables(options.benchmark)
     for own_name, (lines, commits) in tables.items():
         name = options.prefix + own_name
         lines = f"{lines}\n\n{provenance(commits or options.commits)}"
         print(f"{name}\n{lines}\n")
-        text = replace(text, name, lines)
+        texts = {document: replace(text, name, lines) for document, text in texts.items()}
     if options.write:
-        document.write_text(text, encoding="utf-8")
+        for document, text in texts.items():
+            document.write_text(text, encoding="utf-8")
 
 
 def own_tables(folder: Path) -> dict[str, tuple[str, list[str]]]:

@@ -1,10 +1,12 @@
 """Execution of one run: training or its continuation, cost, and the evaluations that are missing."""
 
+import dataclasses
 import json
 import os
 import resource
 import shutil
 import statistics
+import tempfile
 import time
 import traceback
 from collections.abc import Mapping
@@ -25,6 +27,7 @@ from medvl.models import save
 
 THREADS = "MEDVL_BENCHMARK_THREADS"
 """Variable of the environment: CPU threads of a run that shares the machine with others."""
+_START = "start-weights"
 
 
 def execute_run(folder: Path) -> bool:
@@ -91,15 +94,12 @@ def _other(run: Run, store: Store, name: str) -> Path:
 
 def _train(run: Run, store: Store) -> None:
     folder = store.folder(run)
+    if run.evaluation.random_start and not (folder / _START).is_dir():
+        _save_start(run, store)
     if (folder / COST).is_file():
         return
     resumed = (folder / "run" / "metrics.jsonl").is_file()
-    settings = settings_of(run, store)
-    training = recipe_module(Path(run.recipe)).prepare(settings)
-    if run.evaluation.random_start and not resumed:
-        start = folder / "start-weights"
-        start.mkdir(parents=True, exist_ok=True)
-        save(training.model, start)
+    training = recipe_module(Path(run.recipe)).prepare(settings_of(run, store))
     parameters = sum(parameter.numel() for parameter in training.model.parameters())
     began, used = time.monotonic(), _cpu_seconds()
     training.train()
@@ -107,6 +107,18 @@ def _train(run: Run, store: Store) -> None:
     cost = {"parameters": parameters, "resumed": resumed, **spent, **_measured(folder / "run")}
     _write(folder / COST, cost)
     shutil.rmtree(folder / "run" / "tensorboard", ignore_errors=True)
+
+
+def _save_start(run: Run, store: Store) -> None:
+    """Save the weights before the training, also of a run that is trained. Its checkpoints are not read."""
+    settings, folder = settings_of(run, store), store.folder(run)
+    with tempfile.TemporaryDirectory(dir=folder) as scratch:
+        train = dataclasses.replace(settings.train, run_dir=Path(scratch) / "run")
+        training = recipe_module(Path(run.recipe)).prepare(dataclasses.replace(settings, train=train))
+        start = Path(scratch) / _START
+        start.mkdir()
+        save(training.model, start)
+        start.rename(folder / _START)
 
 
 def _cpu_seconds() -> float:
@@ -139,7 +151,7 @@ def _evaluate(run: Run, store: Store, weights: Weights, task: str, folder: Path)
     """Write the results of an evaluation, or the reason why there are none."""
     folder.mkdir(parents=True, exist_ok=True)
     started = time.monotonic()
-    start = store.folder(run) / "start-weights"
+    start = store.folder(run) / _START
     try:
         trained = Trained(
             run=run,

@@ -16,6 +16,7 @@ from medvl.benchmark.estimate import describe_plan
 from medvl.benchmark.pages.write import print_site, write_site
 from medvl.cli import main as cli
 from medvl.errors import ConfigError, CorpusError
+from medvl.eval import read_results
 from medvl.models import ConVIRT, ConVIRTConfig, register_system, registry
 
 FILE = """
@@ -210,3 +211,26 @@ def test_masked_records_are_trained_and_probed(tmp_path: Path) -> None:
     [row] = [line for line in text.splitlines() if line.startswith("| mrm | masked-record model |")]
     assert "\\[" in row  # an interval
     assert "Masked-record models" in text
+
+
+def test_random_start_of_a_finished_run(file: Path, benchmark: tuple[Plan, Store, list[str]], tmp_path: Path) -> None:
+    _, store, lines = benchmark
+    changes = {"systems": ["convirt"], "tasks": ["zero-shot"], "evaluation": {"resamples": 20, "random_start": True}}
+    plan = plan_runs(read_benchmark(file, changes), store.out)
+    [run] = plan.runs
+    cost = (store.folder(run) / "cost.json").stat().st_mtime_ns
+    assert store.state(run) == "to do"
+    store.write_runs(plan)
+    execute_locally(plan, store, jobs=0, report=lines.append)
+    assert store.state(run) == "finished"
+    assert (store.folder(run) / "cost.json").stat().st_mtime_ns == cost  # not trained again
+    fresh = Store(tmp_path / "fresh")
+    fresh_plan = plan_runs(read_benchmark(file, changes), fresh.out)
+    fresh.write_runs(fresh_plan)
+    execute_locally(fresh_plan, fresh, jobs=0, report=lines.append)
+    weights = [one.folder(run) / "start-weights/model.safetensors" for one in (store, fresh)]
+    assert weights[0].read_bytes() == weights[1].read_bytes()
+    trained = store.folder(run) / "run/last/model.safetensors"
+    assert trained.read_bytes() != weights[0].read_bytes()
+    results = [read_results(one.evaluation(run, "start", "zero-shot")) for one in (store, fresh)]
+    assert results[0].rows == results[1].rows
