@@ -61,7 +61,8 @@ def collect(pages: Path) -> None:
     shutil.copytree(ROOT / "docs/images", pages / "images")
     shutil.copytree(ROOT / "data_cards", pages / "data_cards")
     for name in DOCUMENTS:
-        shutil.copy(ROOT / f"{name}.md", pages / f"{name.lower()}.md")
+        text = (ROOT / f"{name}.md").read_text(encoding="utf-8")
+        (pages / f"{name.lower()}.md").write_text(text.replace("](docs/pages/", "]("), encoding="utf-8")
     (pages / "api").mkdir()
     for face in FACES:
         (pages / "api" / f"{face}.md").write_text(api_page(face))
