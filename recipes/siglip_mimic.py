@@ -30,6 +30,10 @@ accumulated batches are not compared with each other. MIMIC-CXR alone makes 900 
 early checkpoint can be better than the last on another domain, so one is written every hundred steps (all are kept with
 `--train.keep-last 9`). Goals on MIMIC-CXR: AUROC of CheXpert's five 0.90, of ChestX-ray14 0.80.
 
+Preset `continued-clip`: the same with CLIP's softmax loss, as XrayCLIP is, on open_clip's ViT-B/16 of 224 pixels.
+
+    ... continued-clip --model.weights OWNER/NAME@COMMIT --data.extra-train shards/roco/train --data.weights 0.75 0.25
+
 Preset `tiny`: as in `recipes/chexzero_mimic.py`, for the same reasons.
 """
 
@@ -38,7 +42,7 @@ from pathlib import Path
 
 from medvl.data import EvalTransform, SectionOrStatement, TextOrLabels, WholeText
 from medvl.eval import ZeroShotEval
-from medvl.models import CheXzeroConfig, SigLIPConfig
+from medvl.models import CheXzeroConfig, CLIPConfig, SigLIPConfig
 from medvl.train import Cosine, DataConfig, OptimConfig, TrainConfig, ZeroShotRecipe, launch, quickstart, zero_shot_run
 
 _CHEXZERO = CheXzeroConfig()
@@ -112,7 +116,16 @@ continued = dataclasses.replace(
     prompts="chexpert_ensemble",
 )
 
-PRESETS = {"paper": paper, "continued": continued, "tiny": tiny}
+continued_clip = dataclasses.replace(
+    continued,
+    model=CLIPConfig(
+        image_encoder="open_clip:ViT-B-16", text_encoder="open_clip:ViT-B-16", fit="pad", positives="either"
+    ),
+    data=dataclasses.replace(continued.data, image=EvalTransform(size=224, fit="pad")),
+    train=dataclasses.replace(continued.train, run_dir=Path("runs/clip-continued")),
+)
+
+PRESETS = {"paper": paper, "continued": continued, "continued-clip": continued_clip, "tiny": tiny}
 MAKE_DATA = "medvl shards mimic-cxr --root MIMIC-CXR --out shards/mimic-cxr --short-side 320"
 prepare = zero_shot_run("siglip_mimic", MAKE_DATA, ZeroShotEval)
 

@@ -68,6 +68,14 @@ def test_siglip_continued_warms_up_and_validates_within_its_run() -> None:
     assert (continued.model.positives, continued.optim.weight_decay) == ("either", 1e-4)
 
 
+def test_clip_is_continued_as_siglip_is() -> None:
+    sigmoid, softmax = preset("siglip", "continued"), preset("siglip", "continued-clip")
+    assert (softmax.model.system, softmax.model.positives) == ("clip", "either")
+    assert softmax.data.image == dataclasses.replace(sigmoid.data.image, size=softmax.model.image_size)
+    assert (softmax.data.text, softmax.optim, softmax.prompts) == (sigmoid.data.text, sigmoid.optim, sigmoid.prompts)
+    assert softmax.train == dataclasses.replace(sigmoid.train, run_dir=softmax.train.run_dir)
+
+
 def test_mutual_info_takes_the_central_square() -> None:
     """The whole image was squeezed into a square, of other proportions than the central square of evaluation."""
     paper = preset("mutual_info")
