@@ -211,6 +211,33 @@ def test_texts_ask_all_aspects_of_the_entity_that_they_name_or_of_themselves() -
     assert map_HW.shape == (70, 64)
 
 
+def test_one_query_of_a_text_counts_as_all_its_aspects() -> None:
+    """Against eight equal queries beside those of the book, each of which reads the book and all eight."""
+    model, batch = create(decoder_layers=3).eval(), make_batch()
+    grid_BPD, vectors_1D = model.embed_images(batch.image_BCHW).local_NPE, model.sentence_vectors(["There is a wire."])
+    rows_QD = torch.cat([model.queries(), vectors_1D.expand(model.aspects, -1)])
+    x_BQD = model.text_head(rows_QD).expand(len(grid_BPD), -1, -1)
+    book, scale = 3 * model.aspects, (x_BQD.shape[2] // 2) ** -0.5
+    weights = []
+    for layer in model.decoder.layers:
+        normed_BQD, own = layer.norm1(x_BQD), layer.self_attn
+        q, k, v = (
+            part_BQD.unflatten(2, (2, -1)).transpose(1, 2)
+            for part_BQD in F.linear(normed_BQD, own.in_proj_weight, own.in_proj_bias).chunk(3, dim=2)
+        )
+        scores = q @ k.transpose(2, 3) * scale
+        scores[:, :, :book, book:] = -torch.inf
+        x_BQD = x_BQD + own.out_proj((scores.softmax(dim=3) @ v).transpose(1, 2).flatten(2))
+        read_BQD, weight_BQP = layer.multihead_attn(layer.norm2(x_BQD), grid_BPD, grid_BPD)
+        x_BQD = x_BQD + read_BQD
+        x_BQD = x_BQD + layer.linear2(torch.relu(layer.linear1(layer.norm3(x_BQD))))
+        weights.append(weight_BQP)
+    expected_BED = model.decoder.norm(x_BQD).unflatten(1, (4, model.aspects)).flatten(2)
+    states_BED, attention_BEP = model.ask(grid_BPD, vectors_1D.repeat(1, model.aspects)[None])
+    torch.testing.assert_close(states_BED, expected_BED)
+    torch.testing.assert_close(attention_BEP, torch.stack(weights).mean(dim=0).unflatten(1, (4, -1)).mean(dim=2))
+
+
 def test_every_finding_has_eight_sentences_and_others_repeat_theirs() -> None:
     assert {len(describe_aspects(name)) for name in FINDINGS} == {1 + len(ASPECTS)}
     assert len({text for name in FINDINGS for text in describe_aspects(name)}) == len(FINDINGS) * 8

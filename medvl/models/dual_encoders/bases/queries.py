@@ -168,18 +168,21 @@ class QueryEncoder(TextMaps):
         """Return the states of all entities (B, Q, A x D), aspect after aspect, and their mean attention (B, Q, P).
 
         The entities are those of the book, then those of `more_BMD` (B or 1, M, A x D), from `unnormalized_text`, each
-        of which reads the book and itself.
+        of which reads the book and itself. Their aspects are equal, so one query counts as A.
         """
         parts, reads_QQ = [self.queries()[None]], None
+        book = parts[0].shape[1]
         if more_BMD is not None:
-            parts.append(more_BMD.unflatten(2, (self.aspects, -1)).flatten(1, 2))
-            book, number_M = parts[0].shape[1], torch.arange(more_BMD.shape[1], device=grid_BPD.device)
-            of_Q = torch.cat([number_M.new_full((book,), -1), number_M.repeat_interleave(self.aspects)])
-            reads_QQ = (of_Q[None] == -1) | (of_Q[:, None] == of_Q)
+            parts.append(more_BMD.unflatten(2, (self.aspects, -1))[:, :, 0])
+            itself_MM = torch.eye(more_BMD.shape[1], device=grid_BPD.device) * self.aspects
+            reads_QQ = F.pad(F.pad(itself_MM, (0, 0, book, 0)), (book, 0), value=1.0)
         query_BQD = torch.cat([self.text_head(part).expand(len(grid_BPD), -1, -1) for part in parts], dim=1)
         states_BQD, attention_BQP = self.decoder.with_attention(query_BQD, grid_BPD, reads_QQ=reads_QQ)
         by_entity = (-1, self.aspects)
-        return states_BQD.unflatten(1, by_entity).flatten(2), attention_BQP.unflatten(1, by_entity).mean(dim=2)
+        of_book = states_BQD[:, :book].unflatten(1, by_entity).flatten(2)
+        states_BQD = torch.cat([of_book, states_BQD[:, book:].repeat(1, 1, self.aspects)], dim=1)
+        attention_of_book = attention_BQP[:, :book].unflatten(1, by_entity).mean(dim=2)
+        return states_BQD, torch.cat([attention_of_book, attention_BQP[:, book:]], dim=1)
 
     def queries(self) -> Tensor:
         """Return (Q x A, D): the vectors of the book, before `text_head`."""
@@ -191,7 +194,7 @@ class QueryEncoder(TextMaps):
         image, text = self.embedded(images, texts)
         grid_NPD, row_M = self._grid_of(image), self._rows(text.global_NE)
         odds_NQ, further_MD = self._odds(self.ask(grid_NPD)[0]), text.global_NE[row_M < 0]
-        parts = further_MD.split(max(1, _QUERIES // self.aspects)) if len(further_MD) else ()
+        parts = further_MD.split(_QUERIES) if len(further_MD) else ()
         further = [self._odds(self.ask(grid_NPD, part_MD[None])[0])[:, -len(part_MD) :] for part_MD in parts]
         place_M = odds_NQ.shape[1] + (row_M < 0).cumsum(dim=0) - 1
         return torch.cat([odds_NQ, *further], dim=1)[:, torch.where(row_M < 0, place_M, row_M)]

@@ -84,7 +84,8 @@ class QueryDecoder(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """Return (B, Q, D), and (B, Q, K), the attention to the memory, averaged over heads and layers (MedKLIP).
 
-        `reads_QQ` is True where the query of the row attends to that of the column; None: everywhere.
+        `reads_QQ` (float) is how many equal queries that of the column stands for, to which that of the row attends: 0
+        hides it. None: each for one.
         """
         states_BQD, weights = self._decode(query_BQD, memory_BKD, mask_BK, reads_QQ, attention=True)
         return states_BQD, torch.stack(weights).mean(dim=0)
@@ -122,8 +123,8 @@ class _Layer(nn.TransformerDecoderLayer):
         """Return the states (B, Q, D) and, if wanted, the attention (B, Q, K)."""
         x_BQD, memory_BKD, mask_BK, reads_QQ, attention = inputs
         if hasattr(self, "self_attn"):
-            normed_BQD, hidden_QQ = self.norm1(x_BQD), None if reads_QQ is None else ~reads_QQ
-            of_queries = self.self_attn(normed_BQD, normed_BQD, normed_BQD, need_weights=False, attn_mask=hidden_QQ)
+            normed_BQD, bias_QQ = self.norm1(x_BQD), None if reads_QQ is None else reads_QQ.log()
+            of_queries = self.self_attn(normed_BQD, normed_BQD, normed_BQD, need_weights=False, attn_mask=bias_QQ)
             x_BQD = x_BQD + self.dropout1(of_queries[0])
         some_B1 = mask_BK.any(dim=1, keepdim=True)  # without any, attend to the padding, whose result is not used
         hidden_BK = ~mask_BK & some_B1
