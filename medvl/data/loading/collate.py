@@ -5,7 +5,7 @@ import hashlib
 import logging
 import os
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import cv2
@@ -128,12 +128,15 @@ class ItemMaker:
         if self.inputs.mirrored_text and getattr(image, "flip", "off") == "plain":
             message = "mirrored texts need images that agree with their text: use image.flip 'swap_text' or 'off'"
             raise ConfigError(message, "conflict", field="image.flip")
+        # checked once: isinstance of a protocol takes as long as a tenth of the augmentation
+        self._for_texts = image.for_texts if isinstance(image, ReadsTexts) else None
+        self._of_sample = text.of_sample if isinstance(text, SamplePolicy) else None
         self._transforms: dict[str, BuiltTransform] = {}  # built in the process that uses them: they do not pickle
         self._blank: Transformed | None = None
 
     def __call__(self, sample: Sample, pixels: np.ndarray, epoch: int) -> Item:
         """Return the item of one sample. `pixels` are uint8, (H, W) or (H, W, 3)."""
-        return self.row(sample, self.views(sample.key, pixels, epoch, texts=texts_and_names(sample)), epoch)
+        return self.row(sample, self.views(sample.key, pixels, epoch, sample=sample), epoch)
 
     def views(
         self,
@@ -141,16 +144,16 @@ class ItemMaker:
         pixels: np.ndarray,
         epoch: int,
         prior: np.ndarray | None = None,
-        texts: Iterable[str] = (),
+        sample: Sample | None = None,
         other: np.ndarray | None = None,
     ) -> Views:
         """Return the augmented images.
 
         `key` seeds the augmentation, `prior` are the pixels of the previous image, `other` those of another image of
-        the study, and `texts` those of the sample, for transforms that flip an image only where its text allows it
+        the study, and `sample` has the texts and names for transforms that flip an image only where these allow it
         (`medvl.data.transforms.mirroring.texts_and_names`).
         """
-        built = self._built(texts)
+        built = self._built(sample)
         image = built(pixels, sample_rng(self.seed, epoch, key, "image"))
 
         def augment(pixels: np.ndarray | None, purpose: str) -> Transformed | None:
@@ -178,9 +181,11 @@ class ItemMaker:
         """Return the regions of one sample, or None for one without an image, beside an image of zero pixels."""
         return Views(_NO_PIXELS, has_image=regions is not None, regions=regions)
 
-    def _built(self, texts: Iterable[str] = ()) -> BuiltTransform:
-        image = self.image.for_texts(texts) if isinstance(self.image, ReadsTexts) else self.image
-        name = repr(image)
+    def _built(self, sample: Sample | None = None) -> BuiltTransform:
+        image, name = self.image, ""
+        if self._for_texts is not None:
+            image = self._for_texts(() if sample is None else texts_and_names(sample))
+            name = repr(image)
         if name not in self._transforms:
             self._transforms[name] = image.build()
         return self._transforms[name]
@@ -223,7 +228,7 @@ class ItemMaker:
         return tuple(self._as_image(text, views) for text in self.text.all_of(self._sections(sample), rng))
 
     def _sections(self, sample: Sample) -> Mapping[str, str]:
-        return self.text.of_sample(sample) if isinstance(self.text, SamplePolicy) else sample.sections
+        return sample.sections if self._of_sample is None else self._of_sample(sample)
 
     def _entities(self, sample: Sample, views: Views) -> tuple[int, ...]:
         """Return the distinct entities of all sections, whichever of them is the item's text."""

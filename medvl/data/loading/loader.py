@@ -36,7 +36,6 @@ from medvl.data.loading.studies import StudySource
 from medvl.data.loading.worker_errors import TIMEOUT, PassErrors, with_worker_errors
 from medvl.data.storage.store import map_threads
 from medvl.data.transforms.image import ImageTransform
-from medvl.data.transforms.mirroring import texts_and_names
 from medvl.data.transforms.text import TextPolicy
 from medvl.errors import ConfigError, CorpusError, DicomError, ImageError, ShardError, StorageError
 from medvl.schema import Batch, Inputs, Sample
@@ -132,7 +131,7 @@ class SampleDataset(Dataset[Item | SkippedSample]):
         prior = NO_PRIOR if self._prior_N is None else int(self._prior_N[position])
         prior_pixels = None if prior == NO_PRIOR else self._pixels(prior)
         other = self.source.other_pixels(position, self.color) if isinstance(self.source, StudySource) else None
-        return self.maker.views(key, pixels, epoch, prior_pixels, texts_and_names(sample), other)
+        return self.maker.views(key, pixels, epoch, prior_pixels, sample, other)
 
     def _region_views(self, position: int) -> Views:
         """Return the regions of the image; its pixels are not decoded."""

@@ -9,7 +9,6 @@ import numpy as np
 from medvl.data.loading.collate import ItemMaker, SkippedSample, Views
 from medvl.data.loading.loader import Loader
 from medvl.data.shards.regions import Regions
-from medvl.data.transforms.mirroring import texts_and_names
 from medvl.errors import ImageError, MedvlError
 from medvl.schema import Sample
 
@@ -77,7 +76,7 @@ def _read(samples: Any, position: int) -> Regions | np.ndarray:
 def _views(maker: ItemMaker, sample: Sample, stored: Regions | np.ndarray) -> Views:
     if isinstance(stored, Regions):
         return maker.region_views(stored)
-    return maker.views(sample.key, stored, 0, texts=texts_and_names(sample))
+    return maker.views(sample.key, stored, 0, sample=sample)
 
 
 class _Stopwatch:
