@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
+from medvl.common.checks import check_choice, check_within
 from medvl.common.config_io import to_dict
 from medvl.common.files import sha256, write_atomic
 from medvl.common.seeding import derive
@@ -66,14 +67,10 @@ class GenerateOptions:
     """Write "synthetic" into a corner of each image."""
 
     def __post_init__(self) -> None:
-        for field, low in (("images_per_prompt", 1), ("batch", 1), ("seed", 0)):
-            if getattr(self, field) < low:
-                message = f"expected {field} of {low} or more, got {getattr(self, field)}"
-                raise ConfigError(message, "out_of_range", field=field)
-        for field, known in (("precision", ("fp32", "bf16")), ("device", ("auto", "cpu", "cuda"))):
-            if getattr(self, field) not in known:
-                message = f"expected {field} of {', '.join(known)}, got {getattr(self, field)!r}"
-                raise ConfigError(message, "unknown_name", field=field)
+        check_within(self, "[1, inf)", "images_per_prompt", "batch")
+        check_within(self, "[0, inf)", "seed")
+        check_choice(self.precision, ("fp32", "bf16"), "precision")
+        check_choice(self.device, ("auto", "cpu", "cuda"), "device")
 
 
 def prompts_of_file(path: Path | str) -> tuple[list[Prompt], dict[str, Any]]:

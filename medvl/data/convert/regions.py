@@ -18,6 +18,7 @@ from typing import Any, Protocol
 import numpy as np
 from tqdm import tqdm
 
+from medvl.common.checks import check_within
 from medvl.common.files import write_atomic
 from medvl.common.folders import RunLock
 from medvl.common.untrusted import parse_json
@@ -74,10 +75,7 @@ class RegionOptions:
     """Budget of unreadable images: below 1 a fraction of the samples, else a number."""
 
     def __post_init__(self) -> None:
-        for name in ("batch", "workers"):
-            if getattr(self, name) < 1:
-                message = f"expected {name} of at least 1, got {getattr(self, name)}"
-                raise ConfigError(message, "out_of_range", field=name)
+        check_within(self, "[1, inf)", "batch", "workers")
 
 
 def write_regions(

@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+from medvl.common.checks import check_within
 from medvl.common.untrusted import ANYWHERE
 from medvl.data.corpora.common.documents import Document
 from medvl.data.corpora.common.record_file import Records
@@ -19,7 +20,7 @@ from medvl.data.corpora.common.tables import Plan, Record
 from medvl.data.corpora.common.text_overlap import HashSet, HeldOutTexts, words_of
 from medvl.data.privacy.deidentify import Deidentifier
 from medvl.data.splits import DEFAULT_FRACTIONS, check_fractions, check_name, hash_split
-from medvl.errors import ConfigError, CorpusError
+from medvl.errors import CorpusError
 from medvl.schema import Sample
 
 SECTION = "text"
@@ -39,10 +40,7 @@ class TextOptions:
     500 tokens of a biomedical vocabulary; 0 never cuts."""
 
     def __post_init__(self) -> None:
-        for name in ("min_words", "block_words"):
-            if getattr(self, name) < 0:
-                message = f"expected {name} of 0 or more, got {getattr(self, name)}"
-                raise ConfigError(message, "out_of_range", field=name)
+        check_within(self, "[0, inf)", "min_words", "block_words")
 
 
 def plan(

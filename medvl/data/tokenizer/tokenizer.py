@@ -27,6 +27,7 @@ import torch
 from tokenizers import AddedToken, models
 from torch import Tensor
 
+from medvl.common.checks import check_choice
 from medvl.data.tokenizer import files
 from medvl.data.tokenizer.encoded import EncodedPairs, EncodedWords, Truncation, pad_rows, row_mask
 from medvl.data.tokenizer.word_boundaries import WordBoundaries, token_texts
@@ -92,9 +93,7 @@ class Tokenizer:
         Raises ConfigError for a vocabulary without pairs (CLIP, SigLIP, complete words), or where the text that
         `truncation` names is shorter than what has to be removed.
         """
-        if truncation not in get_args(Truncation):
-            message = f"truncation must be one of {', '.join(get_args(Truncation))}, got {truncation!r}"
-            raise ConfigError(message, "unknown_name", field="truncation")
+        check_choice(truncation, get_args(Truncation), "truncation")
         if self._loaded.cleaning is not None or self._backend.num_special_tokens_to_add(True) < 3:
             raise ConfigError(f"{self.source} has no special tokens for pairs; use a BERT vocabulary", "unsupported")
         self._backend.enable_truncation(self.max_tokens, strategy=truncation)

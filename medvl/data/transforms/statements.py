@@ -8,6 +8,7 @@ from typing import Literal, Protocol, get_args, runtime_checkable
 
 import numpy as np
 
+from medvl.common.checks import check_choice, check_within
 from medvl.data.reports.labeler import label_report
 from medvl.data.reports.sentences import split_sentences
 from medvl.data.reports.statements import read_statements, statement, statements_of
@@ -57,15 +58,12 @@ class Statements:
     file from RadGraph, for example."""
 
     def __post_init__(self) -> None:
-        if self.source not in get_args(StatementSource):
-            message = f"source must be one of {', '.join(get_args(StatementSource))}, got {self.source!r}"
-            raise ConfigError(message, "unknown_name", field="source")
+        check_choice(self.source, get_args(StatementSource), "source")
         if (self.source == "file") != (self.file is not None):
             raise ConfigError("the source 'file', and no other one, needs a file", "conflict", field="file")
         if self.relabel and self.source == "labels":
             raise ConfigError("relabel needs statements of a text, not of labels", "conflict", field="relabel")
-        if self.most < 1:
-            raise ConfigError(f"most must be 1 or above, got {self.most}", "out_of_range", field="most")
+        check_within(self, "[1, inf)", "most")
 
     def of_sample(self, sample: Sample) -> Mapping[str, str]:
         """See `SamplePolicy`."""

@@ -23,6 +23,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from medvl.common.checks import check_choice
 from medvl.errors import EvaluationError
 from medvl.eval.core.metrics import Array
 
@@ -57,9 +58,7 @@ count a last pixel; they are applied to edges as they are, as in code that passe
 
 def ap_convention(name: APConventionName) -> APConvention:
     """Return a convention by name. Raises `EvaluationError` if it is unknown."""
-    if name not in AP_CONVENTIONS:
-        message = f"expected one of {', '.join(AP_CONVENTIONS)}, got {name!r}"
-        raise EvaluationError(message, "unknown_name", field="convention")
+    check_choice(name, AP_CONVENTIONS, "convention", error=EvaluationError)
     return AP_CONVENTIONS[name]
 
 

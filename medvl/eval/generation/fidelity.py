@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from medvl.common.checks import check_within
 from medvl.errors import EvaluationError
 from medvl.eval.core.metric_rows import MetricRow, mean_metrics
 from medvl.eval.core.metrics import Array
@@ -40,10 +41,7 @@ class FidelityOptions:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("k", "draws", "subsets"):
-            if getattr(self, name) < 1:
-                message = f"expected {name} of 1 or more, got {getattr(self, name)}"
-                raise EvaluationError(message, "out_of_range", field=name)
+        check_within(self, "[1, inf)", "k", "draws", "subsets", error=EvaluationError)
 
 
 _DISTANCES: Mapping[str, Callable[[Array, Array], float]] = {

@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 
+from medvl.common.checks import check_within
 from medvl.data.text_tasks.read import Splits, available_tasks, read_text_task
 from medvl.data.text_tasks.relations import RelationText
 from medvl.data.text_tasks.tasks import TASKS, Split, TextExample, TextTask
@@ -71,8 +72,7 @@ class TextTaskOptions:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if any(number is not None and number < 1 for number in (self.seeds, self.train_limit)):
-            raise ConfigError("seeds and train_limit must be at least 1", "out_of_range", field="seeds")
+        check_within(self, "[1, inf)", "seeds", "train_limit")
         if self.relation_pool == "tokens":
             raise ConfigError("relations are read from the first token, mentions or starts", "unknown_name")
 

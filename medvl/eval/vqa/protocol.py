@@ -10,6 +10,7 @@ import re
 from collections.abc import Mapping
 from typing import Literal
 
+from medvl.common.checks import check_choice
 from medvl.data.annotations.questions import Question
 from medvl.errors import EvaluationError
 from medvl.eval.vqa.answer_normalization import NORMALIZER, get_normalizer
@@ -151,7 +152,5 @@ PUBLISHED_PROTOCOLS = tuple(protocol.name for protocol in _ALL if protocol.flaw)
 
 def get_protocol(name: str) -> VQAProtocol:
     """Return the protocol of that name. Raises `EvaluationError` if there is none."""
-    if name not in PROTOCOLS:
-        message = f"no VQA protocol {name!r}: choose one of {', '.join(PROTOCOLS)}"
-        raise EvaluationError(message, "unknown_name", field="protocol")
+    check_choice(name, PROTOCOLS, "protocol", error=EvaluationError)
     return PROTOCOLS[name]

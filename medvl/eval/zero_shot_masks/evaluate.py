@@ -21,6 +21,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor, nn
 
+from medvl.common.checks import check_choice
 from medvl.data.loading.dense_targets import annotated_labels
 from medvl.data.reports.statements import statement
 from medvl.errors import EvaluationError
@@ -136,9 +137,7 @@ def evaluate_zero_shot_masks(
 
     Raises EvaluationError as `phrase_grounding` and `mask_segmentation` do, and SplitError as the latter.
     """
-    if scale not in get_args(Scale):
-        message = f"expected scale to be one of {', '.join(get_args(Scale))}, got {scale!r}"
-        raise EvaluationError(message, "unknown_name", field="scale")
+    check_choice(scale, get_args(Scale), "scale", error=EvaluationError)
     chosen = _choose_labels(loader, labels)
     asked = tuple((phrases or {}).get(name, statement(name)) for name in chosen)
     kind = choose_maps(model, maps)

@@ -14,12 +14,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from medvl.common.checks import check_labels, check_within
 from medvl.data.tokenizer.tokenizer import Tokenizer
 from medvl.data.transforms.image import EvalTransform
 from medvl.encoders import ImageEncoder, create_image_encoder, parameter_groups
 from medvl.errors import ConfigError
 from medvl.models.base import EncoderArguments, ImageConfig, System
-from medvl.models.config_checks import check_labels, check_within
 from medvl.models.downstream.classifier import check_encoder, encoder_at
 from medvl.schema import Batch, ImageFeatures
 

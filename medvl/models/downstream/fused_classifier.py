@@ -10,10 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from medvl import losses
-from medvl.common.checks import check_choice
+from medvl.common.checks import check_choice, check_labels
 from medvl.models.base import mean_count, update_mean
 from medvl.models.bert_init import LAYER_NORM_EPS, init_weights
-from medvl.models.config_checks import check_labels
 from medvl.models.downstream.classifier import LabelModel
 from medvl.models.downstream.fusion_task import FusionTask, FusionTaskConfig, described_fusion, open_fusion
 from medvl.models.fusion_encoders.bases.base import FusionModel

@@ -5,13 +5,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
+from medvl.common.checks import check_within
 from medvl.common.config_io import from_dict
 from medvl.data.tokenizer.tokenizer import Tokenizer
 from medvl.encoders import parameter_groups
 from medvl.errors import ConfigError
 from medvl.models.base import System, SystemConfig
 from medvl.models.checkpoint import load, load_towers
-from medvl.models.config_checks import check_within
 from medvl.models.downstream.image_size import at_image_size
 from medvl.models.factory import create_model
 from medvl.models.fusion_encoders.bases.base import FusionModel

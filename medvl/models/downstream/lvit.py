@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from medvl import losses
-from medvl.common.checks import check_choice
+from medvl.common.checks import check_choice, check_labels, check_within
 from medvl.data.loading.dense_targets import DenseBatch
 from medvl.data.tokenizer.tokenizer import Tokenizer
 from medvl.data.transforms.image import EvalTransform
@@ -15,7 +15,6 @@ from medvl.encoders import TextEncoder, create_text_encoder
 from medvl.errors import ConfigError
 from medvl.losses.gather import mean_over_ranks
 from medvl.models.base import EncoderArguments, SystemConfig
-from medvl.models.config_checks import check_labels, check_within
 from medvl.models.downstream.lvit_network import PATCHES, LViTNetwork, UNet
 from medvl.models.downstream.lvit_unlabelled import PseudoLabels, References
 from medvl.models.downstream.mask_model import MaskModel

@@ -8,11 +8,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from medvl import losses
+from medvl.common.checks import check_within
 from medvl.data.transforms.image import EvalTransform
 from medvl.encoders import ImageEncoder, TextEncoder
 from medvl.encoders.text.factory import text_has_projection
 from medvl.encoders.text.projections import CxrBertHead
-from medvl.models.config_checks import check_within
 from medvl.models.dual_encoders.bases.local import local_contrast
 from medvl.models.dual_encoders.bases.pairs import Pairs, gather_side
 from medvl.models.dual_encoders.bases.text_tasks import TextTaskConfig, TextTaskEncoder

@@ -7,9 +7,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from medvl.common.checks import check_within
 from medvl.encoders import ImageEncoder, TextEncoder
 from medvl.errors import ConfigError
-from medvl.models.config_checks import check_within
 from medvl.models.dual_encoders.biovil import BioViL, BioViLConfig
 from medvl.models.dual_encoders.parts.heads import BatchNormHead, in_full_precision
 from medvl.models.dual_encoders.parts.temporal import TemporalPooler

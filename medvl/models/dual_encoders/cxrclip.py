@@ -8,10 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from medvl import losses
-from medvl.common.checks import check_choice
+from medvl.common.checks import check_choice, check_within
 from medvl.encoders import ImageEncoder, TextEncoder
 from medvl.errors import ConfigError
-from medvl.models.config_checks import check_within
 from medvl.models.dual_encoders.bases.base import Positives
 from medvl.models.dual_encoders.bases.bert import BertDualConfig, BertDualEncoder
 from medvl.models.dual_encoders.bases.pairs import Pairs

@@ -10,13 +10,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from medvl import losses
-from medvl.common.checks import check_choice
+from medvl.common.checks import check_choice, check_within
 from medvl.encoders import ImageEncoder, TextEncoder
 from medvl.encoders.text.projections import knowledge_head
 from medvl.losses.gather import gather
 from medvl.losses.pairs.positives import text_ids
 from medvl.models.base import complete_rows
-from medvl.models.config_checks import check_within
 from medvl.models.dual_encoders.bases.queries import QueryConfig, QueryEncoder
 from medvl.models.registry import register_system
 from medvl.schema import Batch, Embeddings

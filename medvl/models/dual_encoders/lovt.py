@@ -6,9 +6,9 @@ from typing import Any, Literal
 from torch import Tensor, nn
 
 from medvl import losses
+from medvl.common.checks import check_within
 from medvl.encoders import ImageEncoder, TextEncoder
 from medvl.losses.gather import gather
-from medvl.models.config_checks import check_within
 from medvl.models.dual_encoders.bases.local import LocalDualConfig, local_features
 from medvl.models.dual_encoders.bases.local_sentences import LocalSentenceEncoder
 from medvl.models.dual_encoders.bases.pairs import Pairs

@@ -9,13 +9,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from medvl.common.checks import check_choice
+from medvl.common.checks import check_choice, check_within
 from medvl.data.reports.aspects import ASPECTS, describe_aspects
 from medvl.encoders import ImageEncoder, TextEncoder
 from medvl.errors import ConfigError
 from medvl.losses.gather import gather
 from medvl.losses.pairs.soft_targets import multi_positive
-from medvl.models.config_checks import check_within
 from medvl.models.dual_encoders.medklip import MedKLIP, MedKLIPConfig
 from medvl.models.dual_encoders.parts.attention import PositionedPool
 from medvl.models.registry import register_system

@@ -9,9 +9,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from medvl import losses
+from medvl.common.checks import check_within
 from medvl.encoders import ImageEncoder, TextEncoder
 from medvl.models.base import EncoderArguments
-from medvl.models.config_checks import check_within
 from medvl.models.dual_encoders.bases.local import LocalDualConfig, LocalDualEncoder, local_features
 from medvl.models.dual_encoders.bases.pairs import Pairs, gather_global
 from medvl.models.dual_encoders.parts.attention import attend, attention_weights, clip_to_percentiles

@@ -7,14 +7,13 @@ from typing import Any, Literal
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from medvl.common.checks import check_choice
+from medvl.common.checks import check_choice, check_weights, check_within
 from medvl.encoders import ImageEncoder, TextEncoder
 from medvl.losses import modality_confusion
 from medvl.losses.gather import mean_over_ranks
 from medvl.losses.pairs.positives import in_share
 from medvl.losses.precision import full_precision
 from medvl.models.base import EncoderArguments
-from medvl.models.config_checks import check_weights, check_within
 from medvl.models.dual_encoders.bases.bert import BertDualConfig
 from medvl.models.dual_encoders.bases.pairs import Pairs
 from medvl.models.dual_encoders.bases.sentences import SentenceMeanEncoder

@@ -8,9 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from medvl.common.checks import check_within
 from medvl.models.base import EncoderArguments, Parts
 from medvl.models.bert_init import init_weights
-from medvl.models.config_checks import check_within
 from medvl.models.fusion_encoders.bases.region_model import RegionConfig, RegionHead, RegionModel
 from medvl.models.fusion_encoders.objectives.base import Corruption, Encoded, Objective
 from medvl.models.fusion_encoders.objectives.regions import MaskedObjectLabels, MaskedRegionFeatures

@@ -7,12 +7,12 @@ import torch
 from torch import Tensor
 
 from medvl import losses
+from medvl.common.checks import check_within
 from medvl.encoders import TextEncoder
 from medvl.encoders.regions import RegionEncoder
 from medvl.errors import ConfigError
 from medvl.losses.gather import gather
 from medvl.models.base import Parts, complete_rows
-from medvl.models.config_checks import check_within
 from medvl.models.fusion_encoders.objectives.base import AlignedEncoded, Corruption
 from medvl.models.fusion_encoders.objectives.contrast import ImageTextContrast
 from medvl.models.fusion_encoders.parts.encoder import Fused, Tokens

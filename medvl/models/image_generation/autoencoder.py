@@ -7,11 +7,10 @@ import torch
 from torch import Tensor, nn
 
 from medvl import losses
-from medvl.common.checks import check_choice
+from medvl.common.checks import check_choice, check_weights
 from medvl.data.tokenizer.tokenizer import Tokenizer
 from medvl.data.transforms.image import EvalTransform
 from medvl.models.base import System, SystemConfig, zero_loss
-from medvl.models.config_checks import check_weights
 from medvl.models.image_generation.parts import AutoencoderSizes, image_rows, to_grey, to_signal
 from medvl.models.registry import register_system
 from medvl.schema import Batch, Losses

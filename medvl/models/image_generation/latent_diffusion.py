@@ -12,13 +12,12 @@ import torch
 from torch import Tensor, nn
 
 from medvl import losses
-from medvl.common.checks import check_choice
+from medvl.common.checks import check_choice, check_within
 from medvl.data.tokenizer.tokenizer import Tokenizer
 from medvl.data.transforms.image import EvalTransform
 from medvl.encoders import TextEncoder, create_text_encoder, parameter_groups
 from medvl.errors import ConfigError
 from medvl.models.base import EncoderArguments, Parts, System, SystemConfig, complete_rows, zero_loss
-from medvl.models.config_checks import check_within
 from medvl.models.image_generation.parts import (
     AutoencoderSizes,
     NoiseSchedule,

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from medvl.common.checks import check_within
 from medvl.errors import ConfigError
-from medvl.models.config_checks import check_within
 from medvl.schema import Batch
 
 

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from medvl import losses
-from medvl.common.checks import check_choice
+from medvl.common.checks import check_choice, check_within
 from medvl.data.tokenizer.tokenizer import Tokenizer
 from medvl.data.transforms.image import EvalTransform
 from medvl.data.transforms.mlm_masking import MaskedText, MaskingDraw, TextMasking
@@ -23,7 +23,6 @@ from medvl.losses.masked.mlm import IGNORED, masked_positions
 from medvl.losses.precision import mean_of
 from medvl.models.base import EncoderArguments, Parts, System, SystemConfig
 from medvl.models.bert_init import init_weights
-from medvl.models.config_checks import check_within
 from medvl.models.language.start import load_under_new_vocabulary
 from medvl.models.masked_words import WordHead, text_masking
 from medvl.schema import Batch, Losses

@@ -7,13 +7,12 @@ from typing import Any, Literal, Self, Unpack
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from medvl.common.checks import check_choice
+from medvl.common.checks import check_choice, check_within
 from medvl.data.tokenizer.tokenizer import Tokenizer
 from medvl.data.transforms.image import EvalTransform
 from medvl.encoders import ImageEncoder, create_image_encoder, parameter_groups
 from medvl.errors import ConfigError
 from medvl.models.base import EncoderArguments, ImageConfig, Parts
-from medvl.models.config_checks import check_within
 from medvl.models.fusion_encoders.parts.encoder import Tokens, join
 from medvl.models.fusion_encoders.parts.inputs import encode_present
 from medvl.models.fusion_encoders.parts.transformer import Sizes

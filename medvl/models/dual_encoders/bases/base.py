@@ -10,13 +10,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from medvl.common.checks import check_within
 from medvl.encoders import ImageEncoder, TextEncoder, freeze_batch_norm_statistics
 from medvl.errors import ConfigError
 from medvl.losses.gather import rows_by_rank
 from medvl.losses.masked.mim import mask_patches
 from medvl.losses.pairs.positives import name_ids, text_ids
 from medvl.models.base import Parts, TowersConfig, TwoTowers, complete_rows
-from medvl.models.config_checks import check_within
 from medvl.models.dual_encoders.bases.pairs import Pairs
 from medvl.schema import Batch, Embeddings, Losses
 

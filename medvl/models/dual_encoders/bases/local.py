@@ -9,13 +9,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from medvl.common.checks import check_within
 from medvl.data.transforms.image import EvalTransform
 from medvl.encoders import ImageEncoder, TextEncoder
 from medvl.errors import ConfigError
 from medvl.losses.gather import gather
 from medvl.losses.local.gloria import WordPool, gloria_contrast, gloria_similarity
 from medvl.losses.precision import full_precision
-from medvl.models.config_checks import check_within
 from medvl.models.dual_encoders.bases.bert import BertDualConfig, BertDualEncoder
 from medvl.models.dual_encoders.bases.text_maps import TextMaps
 from medvl.models.dual_encoders.parts.heads import BatchNormHead

@@ -10,10 +10,10 @@ from typing import Any
 from torch import Tensor
 
 from medvl import losses
+from medvl.common.checks import check_within
 from medvl.data.transforms.mlm_masking import TextMasking
 from medvl.encoders import TextEncoder
 from medvl.errors import ConfigError
-from medvl.models.config_checks import check_within
 from medvl.models.dual_encoders.bases.bert import BertDualConfig, BertDualEncoder
 from medvl.models.dual_encoders.bases.pairs import Pairs, take
 from medvl.models.masked_words import WordHead, sample_masked_words, text_masking

@@ -7,10 +7,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from medvl.common.checks import check_within
 from medvl.data.tokenizer.tokenizer import Tokenizer
 from medvl.encoders import ImageEncoder, freeze_layers
 from medvl.errors import ConfigError
-from medvl.models.config_checks import check_within
 from medvl.models.dual_encoders.bases.bert import BertDualConfig, BertDualEncoder
 from medvl.models.dual_encoders.bases.local import local_features
 from medvl.schema import Embeddings

@@ -9,11 +9,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from medvl import losses
+from medvl.common.checks import check_within
 from medvl.encoders import ImageEncoder, TextEncoder
 from medvl.errors import ConfigError
 from medvl.losses.masked.mim import PatchMask, mask_patches, patchify, standardize
 from medvl.models.base import Parts, TowersConfig, TwoTowers
-from medvl.models.config_checks import check_within
 from medvl.models.fusion_encoders.parts.heads import Patches, PixelDecoder, PixelDecoderConfig
 from medvl.schema import Batch, ImageFeatures
 

@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from medvl.common.checks import check_within
 from medvl.models.bert_init import INIT_STD, LAYER_NORM_EPS, init_weights
-from medvl.models.config_checks import check_within
 from medvl.models.fusion_encoders.bases.config import FusionConfig
 from medvl.models.fusion_encoders.bases.masked_matching import MaskedMatchingModel
 from medvl.models.fusion_encoders.objectives.base import Corruption, Encoded, MaskedRegions

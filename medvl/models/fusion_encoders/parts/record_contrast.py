@@ -7,9 +7,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from medvl.common.checks import check_within
 from medvl.losses.gather import gather
 from medvl.losses.precision import full_precision
-from medvl.models.config_checks import check_within
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -7,12 +7,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from medvl.common.checks import check_choice
+from medvl.common.checks import check_choice, check_within
 from medvl.data.knowledge.finder import EntityFinder
 from medvl.data.knowledge.linker import EntityLinker
 from medvl.losses.masked.mlm import IGNORED, masked_positions
 from medvl.models.base import System, complete_rows
-from medvl.models.config_checks import check_within
 from medvl.models.masked_words import text_masking
 from medvl.schema import Batch
 
