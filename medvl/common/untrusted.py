@@ -1,4 +1,4 @@
-"""Reading of files that others have made: regular files inside the folders that the user named, bounded JSON, XML."""
+"""Reading of untrusted files: regular files inside the folders that the user named, JSON and XML of limited size."""
 
 import contextlib
 import dataclasses
@@ -38,7 +38,7 @@ class InputFolders:
 
     @classmethod
     def holding(cls, files: Iterable[Path | None]) -> Self:
-        """Return the one folder that holds all these files by their names, before links are followed."""
+        """Return the folder that contains all these files by their names, before links are followed."""
         folders = {path.absolute().parent for path in files if path is not None}
         return cls.of(os.path.commonpath(folders)) if folders else cls()
 

@@ -88,7 +88,7 @@ def prompts_of_file(path: Path | str) -> tuple[list[Prompt], dict[str, Any]]:
         raise ConfigError(f"{path} is not text in UTF-8", "malformed", field="prompts") from None
     prompts = [Prompt(text=line.strip(), key=str(number)) for number, line in enumerate(lines, 1) if line.strip()]
     if not prompts:
-        raise ConfigError(f"{path} has no prompt: expected one a line", "empty", field="prompts")
+        raise ConfigError(f"{path} has no prompt: expected one per line", "empty", field="prompts")
     return prompts, {"kind": "file", "sha256": sha256(path)}
 
 
@@ -103,8 +103,8 @@ def prompts_of_shards(
 
     Args:
         folder: one split of shards.
-        sections: that form the text; samples without any of them are left out.
-        views: such as PA and AP; empty for all.
+        sections: sections that form the text; samples without any of them are left out.
+        views: views such as PA and AP; empty for all.
         limit: number of samples, evenly spaced over the shards; None for all.
 
     Raises ShardError when the shards are damaged, ConfigError when no sample is left.
@@ -183,10 +183,10 @@ def reconstruct_images(
     source: Mapping[str, Any] | None = None,
     progress: bool = False,
 ) -> GeneratedImages:
-    """Write the images of samples, encoded and decoded by an autoencoder: the best that a generator on it can show.
+    """Write images of samples after encoding and decoding by an autoencoder, the upper limit of its generators.
 
     Args:
-        checkpoint: of the system `autoencoder`, or of a latent diffusion model.
+        checkpoint: checkpoint of the system `autoencoder`, or of a latent diffusion model.
         shards: folder that `prompts` come from (`prompts_of_shards`).
         prompts, out, options, source, progress: as for `generate_images`.
 

@@ -8,7 +8,7 @@
     POST /api/report      a generated report
     POST /api/neighbors   the most similar images of the gallery
 
-Every POST is a form with the file `image`, see `medvl.serve.requests`; nothing of it is kept after the answer. Errors
+Every POST is a form with the file `image`, see `medvl.serve.requests`; the file is not kept after the response. Errors
 are `{"error": {"code", "message"}}`.
 """
 
@@ -99,7 +99,7 @@ class _Served:
         )
 
     def route(self, answer: Answer) -> Callable[[Request], Awaitable[Response]]:
-        """Return the route of a function that answers requests about an image."""
+        """Return the route of a function that handles requests about an image."""
 
         async def respond(request: Request) -> Response:
             try:
@@ -147,7 +147,7 @@ class _Served:
         )
 
     async def _ask(self, request: ImageRequest, ask: Callable[[ServedModel, Any], Any]) -> Any:
-        """Return the answer of each model to an image."""
+        """Return the result of each model for an image."""
         decoded = await self._engine.decode(lambda: images.decode(request))
 
         async def run(served: ServedModel) -> Any:
@@ -156,7 +156,7 @@ class _Served:
         return {"models": await each_model(self._models, run)}
 
     async def _ask_encoded(self, request: ImageRequest, ask: Callable[[ServedModel, Encoded], Any]) -> Any:
-        """Return the answer of each model to an image, which is encoded together with those of other requests."""
+        """Return the result of each model for an image, which is encoded together with those of other requests."""
         decoded = await self._engine.decode(lambda: images.decode(request))
 
         async def run(served: ServedModel) -> Any:
@@ -189,7 +189,8 @@ def _bad_input(error: MedvlError) -> JSONResponse:
 
 
 def _unexpected(error: Exception) -> JSONResponse:
-    """Answer a defect; its place is logged, its message is not, which may quote what a client sent."""
+    """Return the response to an unexpected error; its place is logged, but not its message, which may quote the
+    request."""
     frames = traceback.extract_tb(error.__traceback__)
     where = f"{frames[-1].filename}:{frames[-1].lineno}" if frames else "unknown"
     _log.error("%s at %s", type(error).__name__, where)

@@ -131,7 +131,7 @@ def generation(
 
 
 def _models(judge: JudgeOptions, images: "GeneratedImages", device: str) -> "tuple[GenerationModels, dict[str, Any]]":
-    """Return the models, and facts on them for the results."""
+    """Return the models, and facts about them for the results."""
     from medvl.eval.core.open import load_model, resolve_device, unsupported_model
     from medvl.eval.generation.evaluate import GenerationModels
     from medvl.eval.generation.judge import classifier_of

@@ -27,8 +27,8 @@ def zero_shot_masks(
         valid: folder of shards of other patients, on which thresholds are chosen; without it they are 0.5.
         labels: findings; default all that have masks. The text of each is "There is FINDING."
         maps: attention of statements to regions, or similarity with patches; default that of the model.
-        scale: what is done with each map: scaled to 0..1 within its image; its sigmoid, for log-odds such as RadZero's;
-            or nothing, for maps that are within 0..1 already.
+        scale: scaling of each map: to 0..1 within its image; by the sigmoid, for log-odds such as RadZero's; or none,
+            for maps that are within 0..1 already.
         smoothing: Gaussian smoothing of similarity maps, in cells of the grid.
         empty: score of an image without a mask, as in `medvl eval segmentation`.
         side: longer side of the images in which masks are compared; default that of the published images.

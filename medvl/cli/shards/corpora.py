@@ -43,11 +43,11 @@ class ConversionOptions:
     """storage format of the images"""
 
     def replace(self, **options: Any) -> "ConversionOptions":
-        """Return the same with other values of `ShardOptions`."""
+        """Return a copy with other values of `ShardOptions`."""
         return dataclasses.replace(self, options=dataclasses.replace(self.options, **options))
 
     def textless(self) -> "ConversionOptions":
-        """Return the same for a corpus of images without texts."""
+        """Return a copy for a corpus of images without texts."""
         return self.replace(keep_textless=True)
 
     def deidentifier(self) -> "Deidentifier":
@@ -354,7 +354,7 @@ def split_fractions(items: tuple[str, ...]) -> dict[str, float]:
 
 
 def _report(out: Path, manifests: "Mapping[str, Manifest]") -> list[str]:
-    """Return one line per split, the warnings of all splits, and what to do about them."""
+    """Return one line per split, the warnings of all splits, and advice about them."""
     from medvl.data.convert.conversion import Conversion
     from medvl.data.convert.private_folder import PrivateFolder
 

@@ -11,7 +11,7 @@ Splits = Literal["official", "repaired", "by-article"]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LViTSplits:
-    """How the corpora of LViT are divided."""
+    """Patients and splits of the corpora of LViT."""
 
     patients: Literal["image", "file"] = "image"
     """image treats every image as a patient, as the published splits do; file takes the patient (of MosMedData+ the

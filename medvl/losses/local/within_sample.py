@@ -41,8 +41,8 @@ def within_sample_nce(
         a_BNE, b_BNE: item i of one belongs to item i of the other, such as a word and what it attends to.
         mask_BN: bool, True on real items of both; None: all are real. Padding is not a candidate: it would
             make the loss depend on the length of the longest text of the batch.
-        weights_BN: of the items of `a`, such as attention weights; divided by their sum over the real items. They get
-            no gradient. None: equal.
+        weights_BN: weights of the items of `a`, such as attention weights; divided by their sum over the real items.
+            They get no gradient. None: equal.
         positives_NN: weights of the positives of item i in row i; divided by their sum over the real items of a row.
             They get no gradient. None: the item of the same number. See `grid_positives`.
         temperature: 0.3 in LoVT, 0.1 in MGCA.

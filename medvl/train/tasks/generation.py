@@ -138,7 +138,7 @@ def _with_texts(source: Any, data: GenerationDataConfig) -> Any:
 
 
 def _cache_key(data: GenerationDataConfig, source: Any, model: Any) -> str:
-    """Return a hash of everything that the content of a cache depends on."""
+    """Return a hash of all inputs that determine the content of a cache."""
     parts = [model.autoencoder] if model.config.train_text else [model.autoencoder, model.text_encoder]
     digest = hashlib.sha256()
     settings = [source.fingerprint, model.transform.settings(), repr(data.text), model.config.max_tokens]

@@ -24,7 +24,7 @@ _NAMES = {
 }  # fmt: skip
 """Label of the phantom -> finding of the release; fractures are of a rib or a clavicle."""
 _READERS = {"R8": -0.5, "R9": 0.5, "R10": 0.0}
-"""Reader -> shift of the boxes in pixels. Their mean is the truth, also without R10, who overlooks what is mild."""
+"""Reader -> shift of the boxes in pixels. Their mean is the truth, also without R10, who omits mild findings."""
 _BOX = ("class_name", "x_min", "y_min", "x_max", "y_max")
 
 
