@@ -121,7 +121,7 @@ class Inputs:
     entities: FindsEntities | None = None
     """Finder of a knowledge graph's entities in texts (`medvl.data.EntityFinder`); None: the system needs none."""
     max_entities: int = 24
-    """Most entities of a text, its first ones."""
+    """Maximum number of entities of a text; the first ones are kept."""
 
 
 @dataclasses.dataclass(kw_only=True, slots=True)

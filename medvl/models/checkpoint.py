@@ -59,7 +59,7 @@ def save(
         run: how the model was trained (recipe, data, versions); JSON values only. The manifest of the training data,
             under `train_manifest`, gets a file of its own, and so do those of the encoders' earlier training
             (`Encoder.trained_on`): evaluators refuse data that shares a patient with one of them.
-        licence, results: for the card (`medvl.models.card`).
+        licence, results: entries of the card (`medvl.models.card`).
         weights: False leaves out `model.safetensors`, where ranks write the weights in parts (`medvl.models.weights`).
     """
     run = dict(run or {})

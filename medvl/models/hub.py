@@ -116,7 +116,7 @@ def push_to_hub(
         private: whether a new repository is private. The hub's own default is public.
         revision: existing branch; None is the default branch.
         message: title of the commit.
-        token: of the hub; None takes the one of `hf auth login`, or $HF_TOKEN.
+        token: token of the hub; None takes the one of `hf auth login`, or $HF_TOKEN.
         licence, results: as in `save_pretrained`.
 
     Raises:

@@ -31,7 +31,7 @@ _SENTENCE_END = re.compile(r"[.!?][)\]\"']*$")
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class TextOptions:
-    """Which documents are kept, and how they are cut."""
+    """Selection of documents, and their division into blocks."""
 
     min_words: int = 0
     """Shorter documents are left out; PubMedBERT leaves out abstracts under 128 words."""

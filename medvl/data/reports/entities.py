@@ -1,4 +1,4 @@
-"""Descriptions of findings and classes of places, for systems that ask an image about a list of entities.
+"""Descriptions of findings and classes of places, for systems with a query for each entity of a list.
 
     describe("Pneumothorax")                       # "Air between the lung and the chest wall ..."
     positions_of(text, FINDINGS)                   # class of the place of each finding, of PLACES; -1 for none

@@ -141,7 +141,7 @@ class Cache:
 
     @contextlib.contextmanager
     def turn(self) -> Iterator[bool]:
-        """Take one of the two turns of this machine for fetching in the background. Yields whether one was free."""
+        """Hold one of the two slots of this machine for fetching in the background. Yields whether one was free."""
         with self._lock("turn-0", wait=False) as first:
             if first:
                 yield True

@@ -147,7 +147,7 @@ class RemoteTars:
             except StorageError as error:
                 if error.code == "mismatch":
                     state.error = error  # the next read raises it
-                state.full_until = time.monotonic() + _PAUSE  # others are met, and repeated, by the reads themselves
+                state.full_until = time.monotonic() + _PAUSE  # other errors occur in the reads too, which repeat them
             except OSError:
                 state.full_until = time.monotonic() + _PAUSE
             state.queued.discard(number)

@@ -1,4 +1,4 @@
-"""Word frequencies of large texts in bounded memory, and how a vocabulary divides words.
+"""Word frequencies of large texts in bounded memory, and statistics of a vocabulary's pieces per word.
 
 Distinct words grow with the text: names, numbers and misspellings. Counts of more than a limit of them are written to
 temporary files in alphabetical order and merged at the end, so the result does not depend on the limit or on the order

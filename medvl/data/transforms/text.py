@@ -1,4 +1,4 @@
-"""Text policies: which part of a report a sample is trained with, drawn with the generator of the sample."""
+"""Text policies: choice of the part of a report for training, drawn with the generator of the sample."""
 
 import dataclasses
 import re

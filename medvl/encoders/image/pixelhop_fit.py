@@ -90,7 +90,7 @@ class Saab(NamedTuple):
     """Orthonormal rows; the first is constant."""
     variance_K: Tensor
     bias_K: Tensor
-    """What is added to the responses: the bias that keeps them positive, less the response to the mean window."""
+    """Constant added to the responses: the bias that keeps them positive, less the response to the mean window."""
 
 
 def saab(mean_K: Tensor, covariance_KK: Tensor, longest: Tensor) -> Saab:

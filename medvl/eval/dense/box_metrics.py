@@ -5,8 +5,8 @@ most, if the overlap (intersection over union) reaches a threshold; otherwise it
 image without boxes is a false positive like any other.
 
 * Average precision: all detections of all images are ranked by score; precision is the maximum at this or any higher
-  recall, averaged over recalls. What differs between programs is a named `APConvention`; in all of them a recall or an
-  overlap that is equal to its threshold, up to rounding, reaches it.
+  recall, averaged over recalls. The choices that differ between programs are a named `APConvention`; in all of them a
+  recall or an overlap that is equal to its threshold, up to rounding, reaches it.
 * Precision of an image in the RSNA challenge, at a score threshold: hits / (hits + false positives + missed boxes),
   averaged over overlap thresholds; 0 for an image without boxes that has a detection. As in the challenge, an image
   with neither boxes nor detections is left out.
@@ -32,7 +32,7 @@ APConventionName = Literal["medvl", "coco", "voc2007", "voc2012"]
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class APConvention:
-    """What average precision leaves open."""
+    """Choices of average precision that differ between programs."""
 
     edge_pixels: float = 0.0
     """Width of a box beyond right - left: 0 for edges between pixels; 1 in VOC's formula, for first and last pixels."""

@@ -91,7 +91,7 @@ def align(images: ImageSet, model: DualEncoder, prompts: Sequence[str], loading:
             embedded = encode_batch(model, batch, device, None)
             parts.append(model.similarity(concatenate([embedded]), texts).double().cpu())
     row_of = {key: row for row, key in enumerate(keys)}
-    similarity_NM = torch.cat(parts).numpy()[[row_of[sample.key] for sample in images.judged.samples]]
+    similarity_NM = torch.cat(parts).numpy()[[row_of[sample.key] for sample in images.scored.samples]]
     column_of = {prompt: column for column, prompt in enumerate(prompts)}
     own = np.array([column_of[prompt] for prompt in images.prompts])
     own_N = similarity_NM[np.arange(len(own)), own]

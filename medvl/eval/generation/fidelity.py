@@ -138,7 +138,7 @@ def diversity_rows(images: ImageSet, resampling: Resampling) -> tuple[MetricRow,
     text has two images.
     """
     texts = [prompt.lower() for prompt in images.prompts]
-    generated = all("seed" in sample.extra for sample in images.judged.samples)
+    generated = all("seed" in sample.extra for sample in images.scored.samples)
     apart = list(range(len(texts))) if generated else images.patients
     kinds = {
         "same text": pairs_within(texts, apart, seed=resampling.seed),
@@ -166,7 +166,7 @@ def _structural(images: ImageSet, pairs_P2: NDArray[np.int64]) -> Array:
     import cv2
 
     def read(row: int) -> NDArray[np.uint8]:
-        pixels = images.source.pixels(images.judged.positions[row])
+        pixels = images.source.pixels(images.scored.positions[row])
         side = min(_SIDE, *pixels.shape[:2])
         grey = pixels if pixels.ndim == 2 else pixels.mean(axis=2).astype(np.uint8)
         square: NDArray[np.uint8] = cv2.resize(grey, (side, side), interpolation=cv2.INTER_AREA)

@@ -1,4 +1,4 @@
-"""Whether generated images are copies of training images.
+"""Search for copies of training images among generated images.
 
 Each image is compared with all training images, not only with that of its own prompt: a copy of another patient's
 image is a copy too. Real test images, of other patients, are the reference: they are not copies, so that a generated
@@ -163,10 +163,10 @@ def _pixels(images: ImageSet, options: LoaderOptions, size: int) -> Tensor:
     batches = options.pixels(images.source, size)
     vectors_ND = batches.stacked()
     place = {position: row for row, position in enumerate(batches.positions)}
-    missing = [position for position in images.judged.positions if position not in place]
+    missing = [position for position in images.scored.positions if position not in place]
     if missing:
         raise EvaluationError(f"{len(missing)} images of {images.name} could not be read again", "unreadable")
-    return vectors_ND[[place[position] for position in images.judged.positions]]
+    return vectors_ND[[place[position] for position in images.scored.positions]]
 
 
 def _nearest(spaces: Mapping[str, NearestImages], places: Mapping[str, NDArray[np.int64]], rows: slice) -> Nearest:

@@ -66,7 +66,7 @@ class TextTaskOptions:
     relation_form: RelationText = "dummies"
     relation_pool: TextPool = "first"
     train_limit: int | None = None
-    """first training examples that are used; None for all"""
+    """maximum number of training examples, from the start; None for all"""
     autocast: torch.dtype | None = None
     resamples: int = 1000
     seed: int = 0
@@ -83,7 +83,7 @@ class TextTaskOptions:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class TaskRun:
-    """What one encoder predicted on the test split of a task."""
+    """Predictions of one encoder on the test split of a task."""
 
     settings: FinetuneSettings
     dev: float | None
@@ -137,8 +137,8 @@ def evaluate_text_tasks(
         root: folder with the data, see `medvl.data.text_tasks.read`.
         tasks: names from `medvl.data.text_tasks.tasks.TASKS`.
         options: settings; default: the paper's grid and numbers of seeds.
-        other: a second encoder with the same settings and seeds, for rows of differences: the same encoder with random
-            weights, say.
+        other: a second encoder with the same settings and seeds, for rows of differences, such as the same encoder with
+            random weights.
         device: where to train.
         report: called with a line after each fine-tuning and after each task.
 
@@ -265,14 +265,14 @@ def _run(
 
 
 def _chosen(
-    grid: Sequence[FinetuneSettings], judge: Callable[[FinetuneSettings], float]
+    grid: Sequence[FinetuneSettings], dev_metric: Callable[[FinetuneSettings], float]
 ) -> tuple[FinetuneSettings, float | None]:
     """Return the settings with the best dev metric (undefined counts as worst), the first of equals."""
     if not grid:
         raise ConfigError("the grid has no settings", "empty", field="grid")
     if len(grid) == 1:
         return grid[0], None
-    values = [judge(settings) for settings in grid]
+    values = [dev_metric(settings) for settings in grid]
     best = max(range(len(grid)), key=lambda index: (values[index] == values[index], values[index], -index))
     return grid[best], values[best]
 

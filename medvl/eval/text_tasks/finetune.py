@@ -66,8 +66,8 @@ def finetune(
         make_encoder: returns a new encoder with the weights to start from.
         train: training examples.
         settings: learning rate, batch size and epochs.
-        pool: what the linear layer reads; "tokens" for tags.
-        seed: of the head, dropout and the order of examples.
+        pool: input of the linear layer; "tokens" for tags.
+        seed: seed of the head, dropout and the order of examples.
         device, autocast: device, and dtype of matrix products, None for float32.
     """
     with preserve_generators(device):

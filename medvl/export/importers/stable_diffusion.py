@@ -129,7 +129,7 @@ def _config(path: Path) -> Any:
 
 @contextlib.contextmanager
 def _described(folder: Path) -> Iterator[None]:
-    """Raise WeightsError for what reading a folder's descriptions or weights raises."""
+    """Convert errors of reading a folder's configuration or weights to WeightsError."""
     try:
         yield
     except (KeyError, TypeError) as error:

@@ -77,7 +77,7 @@ def read_checkpoint(path: Path, parts: Sequence[str] = ()) -> Checkpoint:
     """Read the state dict of a file: safetensors or `torch.save`, at its top or in one of the usual wrappers.
 
     Args:
-        path: of the file.
+        path: path of the file.
         parts: names of several state dicts that the file holds side by side; their keys are then `part/key`.
 
     Raises WeightsError if the file is missing or damaged, holds no state dict, or holds unexpected objects or expanded

@@ -23,8 +23,8 @@ from medvl.models.registry import register_system
 from medvl.schema import Batch, Losses
 
 Modalities = Literal["image_text", "image", "text"]
-"""What the model reads. Labels of a corpus often come from the very report, so that "image_text" and "text" are nearly
-solved by reading it; "image" is the figure to compare with image classifiers."""
+"""Input of the model. Labels of a corpus are often extracted from the report itself, so that "image_text" and "text"
+reach high scores by reading it; compare "image" with image classifiers."""
 ClassifierHead = Literal["mlp", "meter", "linear"]
 """Head on the pooled vector. "mlp": Linear to twice the width, GELU, LayerNorm, Linear (LXMERT; Li, Wang and Luo, arXiv
 2009.01523; BERTHop). "meter": Linear of the same width, LayerNorm, GELU, Linear (METER; M3AE on MELINDA, with

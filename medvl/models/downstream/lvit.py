@@ -86,8 +86,8 @@ class LViT(MaskModel):
     authors used. Differences from the released code: modules that it creates and never calls are left out (10,025,312
     of its 39,933,345 parameters), and the 1 x 1 convolutions before a skip connection run on tokens instead of pixels,
     with equal results. Masks are 1 where they cover at least half of a pixel. The released code has no training on
-    unlabelled images; see `lvit_unlabelled` for how the paper's is filled in. LV takes the prediction itself, because a
-    pseudo label passes only a hundredth of its gradient on.
+    unlabelled images; see `lvit_unlabelled` for how the paper's is filled in. The LV loss uses the prediction itself,
+    because a pseudo label passes on only a hundredth of its gradient.
     """
 
     Config = LViTConfig

@@ -37,8 +37,8 @@ class KADConfig(QueryConfig):
     unmentioned: Literal["absent", "ignored"] = "absent"
     """Entities that a report does not mention: absent, as published, or without a loss."""
     temperature: float = 0.07
-    """Initial temperature of the contrast; the logarithm of its inverse is learned. The released code makes a new scale
-    in each step, of 2.66 and not 14.3, and compares vectors of any length on one GPU alone."""
+    """Initial temperature of the contrast; the logarithm of its inverse is learned. The released code creates a new
+    scale in each step, 2.66 instead of 14.3, and compares vectors that are not normalised, on one GPU only."""
     contrast_weight: float = 1.0
     report_weight: float = 1.0
     """Weight of the entity loss computed from the report instead of the image."""

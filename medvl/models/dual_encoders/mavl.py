@@ -37,7 +37,7 @@ class MAVLConfig(MedKLIPConfig):
     temperature: float = 0.07
     """Initial temperature of each aspect's contrast; the logarithms of the inverse temperatures are learned."""
     contrast_weight: float = 0.1
-    """The released loss is a sum of directions over 75 entities: its 0.1 is 0.2 * P / 75 here, for P entities."""
+    """The released loss is a sum of both directions over 75 entities: its 0.1 is 0.2 * P / 75 here, for P entities."""
     unmentioned: Literal["absent", "ignored"] = "absent"
     """Entities that the report does not mention, in the contrast: negatives, as published, or left out as in the
     cross-entropy of presence."""
@@ -56,12 +56,12 @@ class MAVLConfig(MedKLIPConfig):
 
 @register_system("mavl")
 class MAVL(MedKLIP):
-    """MedKLIP's losses on eight queries an entity, and a contrast of images with each aspect of their entities.
+    """MedKLIP's losses on eight queries per entity, and a contrast of images with each aspect of their entities.
 
     The contrast's targets, the present entities of an image or the images of an entity, sum to 1; images without one
     have none. The released code does not normalise them, so that an image with ten entities weighs eight times one with
     a single one. The convolution over an entity's aspects is the same function as the linear layer here. The dropout
-    behind the decoder is of single numbers, there of whole states.
+    behind the decoder drops single numbers here, and whole states in the released code.
     """
 
     Config = MAVLConfig

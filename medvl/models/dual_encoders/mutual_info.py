@@ -23,8 +23,10 @@ from medvl.schema import Embeddings, Inputs, Losses
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MutualInfoConfig(BertDualConfig):
-    """Settings of the released code, which has the global part only and takes the output of BERT's pooler, not [CLS] as
-    the paper. `projection_dim` has no effect."""
+    """Settings of the released code: the global part only, with the output of BERT's pooler ([CLS] in the paper).
+
+    `projection_dim` has no effect.
+    """
 
     image_encoder: str = "resnet256"
     image_size: int = 256
@@ -45,7 +47,8 @@ class MutualInfoConfig(BertDualConfig):
     patch_level: int = -2
     """Stage of the image encoder that regions come from: 8x8x128 of resnet256."""
     text_lr_mult: float = 0.04
-    """Learning rate of the text encoder over that of all else: 2e-5 over 5e-4. Nothing else has a weight decay."""
+    """Learning rate of the text encoder divided by that of all other parts: 2e-5 over 5e-4. Only the text encoder has
+    weight decay."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -49,7 +49,7 @@ class SigLIP(CLIP):
         self.logit_bias = nn.Parameter(torch.tensor(config.bias))
 
     def load_scalars(self, tensors: Mapping[str, Tensor], source: str) -> None:
-        """Load scale and bias; without a bias neither, since the scale of a softmax does not fit a sigmoid."""
+        """Load scale and bias; neither if the bias is missing, as the scale of a softmax does not fit a sigmoid."""
         if "logit_bias" in tensors:
             super().load_scalars(tensors, source)
             with torch.no_grad():

@@ -50,7 +50,7 @@ class UMRLConfig(BertDualConfig):
     """Hidden width of the discriminator."""
     orthogonality: float = 0.01
     """Beta of the update W <- (1 + beta) W - beta W W^T W of both maps after a step (Lample et al., arXiv 1710.04087);
-    0 leaves it out. Without it, the distance of pairs alone is least where all vectors have one direction."""
+    0 leaves it out. Without it, the distance of pairs alone is minimal if all vectors have one direction."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -83,7 +83,7 @@ class Autoencoder(System):
 
     @torch.no_grad()
     def reconstruct(self, image_BCHW: Tensor) -> Tensor:
-        """Return (B, H, W) uint8: images encoded and decoded, the best that latent diffusion on them can show."""
+        """Return (B, H, W) uint8: images encoded and decoded, the upper limit of latent diffusion on them."""
         network: Any = self.autoencoder
         signal_BCHW = to_signal(image_BCHW, self.config.sizes.image_channels)
         return to_grey(network.decode(network.encode(signal_BCHW).latent_dist.mode()).sample)

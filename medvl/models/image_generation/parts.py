@@ -1,4 +1,4 @@
-"""What systems of image generation share: diffusers' networks by their sizes, pixels, and the noise schedule.
+"""Shared parts of systems of image generation: diffusers' networks by their sizes, pixels, and the noise schedule.
 
 B batch, C channels, H and W height and width, Z latent channels.
 """

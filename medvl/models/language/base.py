@@ -70,8 +70,9 @@ class LanguageConfig(TextModelConfig):
     attention_dropout: float | None = None
     """Dropout of attention in training; None is the encoder's default. At 0, packed text uses the GPU's kernel."""
     adversarial_weight: float = 0.0
-    """Weight of the symmetric KL between the predictions with and without noise on the word embeddings, which one step
-    along its gradient has made worse (ALUM, Liu et al., arXiv 2004.08994: 10). Costs two more passes; 0 is without."""
+    """Weight of the symmetric KL between the predictions with and without noise on the word embeddings; the noise is
+    increased by one step along its gradient (ALUM, Liu et al., arXiv 2004.08994: 10). Costs two more passes; 0 is
+    without."""
     adversarial_std: float = 1e-5
     """Standard deviation of the first noise."""
     adversarial_step: float = 1e-3

@@ -60,9 +60,9 @@ class LocalDualEncoder(TextMaps, BertDualEncoder):
     without a tokenizer has no words.
 
     Attributes:
-        region_head, word_head: to the shared space; by default as in GLoRIA: linear, without a bias, and Identity for a
-            text encoder as wide as the shared space. A `BatchNormHead` gets the mask of the words.
-        weighs_words: whether `Embeddings.weight_NP` of texts is wanted: the attention of the text's first token to each
+        region_head, word_head: maps to the shared space; by default as in GLoRIA: linear, without a bias, and Identity
+            for a text encoder as wide as the shared space. A `BatchNormHead` gets the mask of the words.
+        weighs_words: whether texts have `Embeddings.weight_NP`: the attention of the text's first token to each
             word in the last layer, averaged over heads and summed over sub-words. The same applies to images, from the
             class token to each region, where the image encoder has such attention (`ImageEncoder.has_attention`).
     """

@@ -53,10 +53,10 @@ class QueryEncoder(TextMaps):
     that the scores of all entities depend on it, and every text needs a pass of its own.
 
     Attributes:
-        image_head: from the cells of the grid to the decoder's width.
-        text_head: from the text encoder's vector to a query.
+        image_head: maps the cells of the grid to the decoder's width.
+        text_head: maps the text encoder's vector to a query.
         book: vectors of the entities' descriptions.
-        presence: from the states of an entity's queries to absent and present.
+        presence: maps the states of an entity's queries to logits of absent and present.
         aspects: A, number of queries of an entity: 1, and 8 in MAVL.
         shared_norm: whether the decoder's last norm is applied to queries and grid as well.
     """
@@ -190,7 +190,7 @@ class QueryEncoder(TextMaps):
         return self.book.vectors_QD
 
     def similarity(self, images: Embeddings | Tensor, texts: Embeddings | Sequence[str]) -> Tensor:
-        """Return (N, M): the logarithm of the odds that what a text names is there; no cosine."""
+        """Return (N, M): the log-odds that the entity of each text is present; not a cosine."""
         image, text = self.embedded(images, texts)
         grid_NPD, row_M = self._grid_of(image), self._rows(text.global_NE)
         odds_NQ, further_MD = self._odds(self.ask(grid_NPD)[0]), text.global_NE[row_M < 0]

@@ -1,6 +1,6 @@
 """Base of dual-encoders whose text encoder keeps its own objectives: section matching and masked words (BioViL).
 
-What the objectives compare are further sides of `Pairs`, so that they work in parts (GradCache) and over ranks.
+The objectives compare further sides of `Pairs`, so that they work in parts (GradCache) and over ranks.
 """
 
 import dataclasses

@@ -81,7 +81,7 @@ class MaskedMatchingModel(FusionModel):
     ) -> Encoded:
         """Fuse masked texts with their images and whole texts with sampled ones, in one pass of twice the rows.
 
-        `image` are the images if they are encoded already, `own_image` those for masked texts if they differ.
+        `image` are the encoded images, if they exist already; `own_image` are those of masked texts, if they differ.
         """
         words, pairs = corruption.of(self.mlm), corruption.of(self.itm)
         image = image or self.image_tokens(self.image_input_of(batch), batch.has_image_B)

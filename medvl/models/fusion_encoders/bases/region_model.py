@@ -92,7 +92,7 @@ class RegionModel(MaskedMatchingModel):
     def encode_tasks(self, batch: Batch, corruption: Corruption) -> Encoded:
         """Fuse masked texts with their images, whole texts with sampled images and with images with masked regions.
 
-        What the step's objectives do not need is left out; the rest is one pass.
+        Parts that the step's objectives do not need are left out; the others are computed in one pass.
         """
         words, pairs = (corruption.parts.get(name) for name in (self.mlm.name, self.itm.name))
         mask = self.mask_of(corruption)

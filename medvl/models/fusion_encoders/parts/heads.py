@@ -62,7 +62,7 @@ class PixelDecoder(nn.Module):
 
     Args:
         in_dim: width of the input states.
-        patches: of the encoder; also an attribute.
+        patches: patches of the encoder; also an attribute.
         config: sizes of the pre-LN blocks.
         activation: "quick_gelu" as in CLIP and M3AE, or "gelu" as in MAE and M2I2, whose norms have an epsilon of 1e-6.
     """

@@ -90,7 +90,7 @@ class ImageInput(nn.Module):
         """Return the first token, if any, then the regions.
 
         Args:
-            features: from any image encoder.
+            features: output of any image encoder.
             keep_BK: indices of the regions in the grid, if some were removed.
             real_BP: bool, False for padding; None: all are real.
 
@@ -170,7 +170,7 @@ def encode_present(has_B: Tensor | None, width: int, encode: Callable[..., Token
     Args:
         has_B: bool; None: all samples have it.
         width: D of the tokens.
-        encode: from `inputs_B` to tokens.
+        encode: function from `inputs_B` to tokens.
         inputs_B: one row for each sample; None stays None.
     """
     if has_B is None:

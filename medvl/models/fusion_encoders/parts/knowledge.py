@@ -33,7 +33,7 @@ _SLOPE = 0.2
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GraphSizes:
-    """Sizes of a knowledge graph: what building a model of a checkpoint needs to know of it."""
+    """Sizes of a knowledge graph, from which the model of a checkpoint is built."""
 
     entities: int
     triples: int
@@ -106,7 +106,7 @@ class GraphAttention(nn.Module):
         in_dim: width of the input.
         head_dim: C.
         heads: H; the output has H * C numbers.
-        dropout: of the attention.
+        dropout: rate of dropout of the attention.
     """
 
     def __init__(self, in_dim: int, head_dim: int, heads: int, dropout: float) -> None:
@@ -212,7 +212,7 @@ class EntityHead(nn.Module):
     """The graph, and scores of its entities for images and for texts (ARL, section 3.3).
 
     Args:
-        width: of the images' and texts' tokens.
+        width: width of the images' and texts' tokens.
         graph: encodes the entities.
     """
 
@@ -263,7 +263,7 @@ def without_masked(linked: LinkedEntities, masked_BT: Tensor) -> LinkedEntities:
 class EntityLayer(nn.Module):
     """A layer of the entities' stream: attention to each other and to the image, projection to the words, feed-forward.
 
-    Without `feeds`, for the last layer of the stream, there is no feed-forward layer, which nothing would read.
+    Without `feeds`, for the last layer of the stream, there is no feed-forward layer, whose output would be unused.
     """
 
     def __init__(self, sizes: Sizes, width: int, *, feeds: bool) -> None:
@@ -273,7 +273,7 @@ class EntityLayer(nn.Module):
         self.feed_forward = FeedForward(sizes) if feeds else None
 
     def forward(self, entities: EntityTokens, image_BPD: Tensor, image_mask_BP: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Return what is added to the words (B, T, D), zeros outside of mentions, and the entities (B, N, D)."""
+        """Return the addition to the words (B, T, D), zeros outside of mentions, and the entities (B, N, D)."""
         states_BND = self.attention(entities.states_BND, entities.states_BND, padding_mask(entities.mask_BN))
         states_BND = self.cross_attention(states_BND, self.from_image(image_BPD), padding_mask(image_mask_BP))
         added_BTD = at_mentions(self.to_text(states_BND), entities.mention_BT)

@@ -28,7 +28,7 @@ class RecordContrastConfig:
 
 
 class WeightedContrast(nn.Module):
-    """MaCo's contrast: images whose telling places were removed weigh less (section 3.3).
+    """MaCo's contrast: images whose informative patches were removed weigh less (section 3.3).
 
     The logarithm of the factor of cosines is learned; in the released code it is the factor, which may become negative.
 

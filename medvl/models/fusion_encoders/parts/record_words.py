@@ -68,7 +68,7 @@ class RecordWords:
 
     Args:
         model: has the tokenizer.
-        config: which words, and their weights.
+        config: selection of words, and their weights.
 
     Raises ConfigError without a tokenizer or a mask token.
     """
