@@ -57,7 +57,7 @@ def import_published(
             lvit).
         entities: file of the entities that the system was trained with (medklip, mavl, kad, arl).
         out: new output folder for a checkpoint, or for image_encoder and text_encoder, with import.json.
-        tokenizer: folder of the system's tokenizer, unless it is that of CLIP.
+        tokenizer: folder of the system's tokenizer; not needed for CLIP's.
         list_all: list the systems that can be imported.
     """
     if list_all:

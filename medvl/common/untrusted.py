@@ -31,7 +31,7 @@ class InputFolders:
     def of(cls, *folders: Path | str, follow_links: bool = False) -> Self:
         """Return the folders with their links resolved; with `follow_links`, files outside of them may be read too.
 
-        Raises ConfigError when a path cannot be that of a folder: too long, a loop of links, or with a NUL.
+        Raises ConfigError when a path is invalid: too long, a loop of links, or with a NUL.
         """
         real = tuple(dict.fromkeys(map(_real_folder, folders)))
         return cls(() if follow_links else real)

@@ -28,6 +28,8 @@ from medvl.data.transforms.text import WholeText
 from medvl.errors import ConfigError
 from medvl.inference.models import refuse
 from medvl.models.checkpoint import load, train_manifests
+from medvl.models.image_generation.latent_diffusion import LatentDiffusion
+from medvl.models.image_generation.sampling import Sampling, sample_images
 from medvl.models.locate import WEIGHTS, find_checkpoint
 
 CONTACT_SHEET = "contact_sheet.png"
@@ -149,9 +151,6 @@ def generate_images(
         CheckpointError: the checkpoint cannot be loaded.
         CorpusError: the folder belongs to other settings.
     """
-    from medvl.models.image_generation.latent_diffusion import LatentDiffusion
-    from medvl.models.image_generation.sampling import Sampling, sample_images
-
     options = options or GenerateOptions()
     sampler: Any = options.sampler
     sampling = Sampling(sampler=sampler, steps=options.steps, guidance=options.guidance)

@@ -37,7 +37,7 @@ class Scorer:
         prompts: PromptSet | Path | str = PROMPTS,
         temperature: float | None = None,
     ) -> None:
-        """Encode the texts. Arguments and errors are those of `infer`."""
+        """Encode the texts. Arguments and errors are as in `infer`."""
         self.model = open_model(model)
         self._score: PromptScorer | None = None
         self._columns: list[int] = []

@@ -244,7 +244,7 @@ def described_model(folder: Path | str) -> Mapping[str, Any]:
 
 
 def _check_start(model: System, folder: Path | str, *, words: bool = True) -> Path:
-    """Return the folder of a complete checkpoint; with `words`, one whose vocabulary is that of the model.
+    """Return the folder of a complete checkpoint; with `words`, one with the vocabulary of the model.
 
     Raises CheckpointError otherwise.
     """
@@ -282,12 +282,12 @@ def detector_of(folder: Path | str) -> str | None:
 
 
 def _encoders(model: nn.Module) -> list[Any]:
-    """Return the modules that record what they were trained on: encoders, and the parts of image generators."""
+    """Return the modules that record their training data: encoders, and the parts of image generators."""
     return [module for module in model.modules() if "trained_on" in vars(module)]
 
 
 def _record_training(model: nn.Module, folder: Path) -> None:
-    """Record in the encoders of a model what the checkpoint that they were loaded from was trained on."""
+    """Record in the encoders of a model the training data of the checkpoint that they were loaded from."""
     training = tuple(_read_training(folder))
     for encoder in _encoders(model):
         encoder.trained_on = training

@@ -21,7 +21,7 @@ from medvl.models.checkpoint import load
 def interpolate(start: Path | str, end: Path | str, share: float) -> System:
     """Return the model of `end` with weights interpolated from those of `start` (share 0) to those of `end` (share 1).
 
-    Counters and other integers are those of `end`. The model's encoders have the training manifests of both, so that
+    Counters and other integers are copied from `end`. The model's encoders have the training manifests of both, so that
     evaluations refuse the patients of either.
 
     Raises ConfigError for a share outside of [0, 1], CheckpointError as `load` does, or where the two are not the same

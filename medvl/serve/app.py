@@ -1,6 +1,6 @@
 """The application: a page, and an API of forms and JSON that the page uses.
 
-    GET  /api/models      what is served
+    GET  /api/models      the served models
     POST /api/view        the image for display, with its window
     POST /api/scores      findings            (text=... for each)
     POST /api/heatmap     a map of one text   (text=...)
@@ -86,7 +86,7 @@ class _Served:
         self._described = [served.describe() for served in models]
 
     async def describe(self) -> JSONResponse:
-        """Return what is served."""
+        """Return the served models."""
         prompts = self._models[0].prompts
         return JSONResponse(
             {

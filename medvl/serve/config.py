@@ -21,7 +21,7 @@ class ServeConfig:
     port: int = 8765
     """Port to listen on; 0 takes a free one."""
     token: str | None = None
-    """Token that requests must carry, at least 16 characters; None: that of the environment variable
+    """Token that requests must carry, at least 16 characters; None: the value of the environment variable
     MEDVL_SERVE_TOKEN, else none on this machine and a random one elsewhere."""
     max_megabytes: int = 40
     """Largest upload; a radiograph has 5 to 30 MB."""

@@ -39,7 +39,7 @@ class Engine:
     the number of places limits the uploads in memory.
 
     Args:
-        waiting: places besides that of the request that is served.
+        waiting: number of requests that may wait besides the one being served.
     """
 
     def __init__(self, waiting: int) -> None:

@@ -67,7 +67,7 @@ def segmentation(
         valid: folder of shards of other patients, on which thresholds are chosen; without it they are fixed.
         empty: score of an image without a mask: 1 if the prediction is empty too, else 0; or none, such images being
             left out; or smoothed as in LViT's code.
-        side: longer side of the images in which masks are compared; default that of the published images.
+        side: longer side of the images in which masks are compared; default: the published size.
         other_texts: texts to compare with, for a model that reads text: none, or those of other images.
         examples: images with a mask on the page, and as many without.
     """

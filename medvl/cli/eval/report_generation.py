@@ -28,7 +28,7 @@ class DecodingOptions:
     beams: int = 1
     """above 1: also evaluate a beam search. It prefers "no abnormality", which has the fewest paraphrases"""
     max_tokens: int | None = None
-    """maximum length of a report; default that of training"""
+    """maximum length of a report; default: as in training"""
     length_penalty: float = 0.0
     """above 0 favours longer reports in the beam search"""
     block_ngrams: int = 0

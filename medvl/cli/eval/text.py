@@ -42,7 +42,7 @@ class FinetuneOptions:
     epochs: tuple[int, ...] = (20,)
     """numbers of epochs"""
     seeds: int | None = None
-    """fine-tunings with the chosen setting; default that of the paper: ten for BIOSSES, PubMedQA, BioASQ, else five"""
+    """fine-tunings with the chosen setting; default as in the paper: ten for BIOSSES, PubMedQA, BioASQ, else five"""
     relation_form: Literal["dummies", "markers", "original"] = "dummies"
     """form of the two mentions in the text of a relation"""
     relation_pool: Literal["first", "mentions", "starts"] = "first"

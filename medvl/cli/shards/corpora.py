@@ -237,7 +237,7 @@ def table(
         columns: names of its columns.
         shared: output, resources and storage format.
         name: name of the corpus.
-        image_root: folder that image paths are relative to; default that of the table.
+        image_root: folder that image paths are relative to; default: the folder of the table.
         where: keep only rows with these values, such as source=nih.
         splits: fractions of the splits, for a table without a split column.
         parse_reports: split each text into report sections.

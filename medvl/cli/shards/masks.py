@@ -51,7 +51,7 @@ def monuseg(
     Args:
         root: folder with Train_Folder/, Val_Folder/ and Test_Folder/.
         shared: output, resources and storage format.
-        division: patients, which are those of TCGA in the file names, and splits.
+        division: patients (from the TCGA barcodes in the file names) and splits.
     """
     return _convert("monuseg", root, shared, division)
 

@@ -1,7 +1,7 @@
 """Text alone, for pretraining text encoders: documents are de-duplicated, checked, and cut into blocks.
 
 A sample is a block of a document, without an image. `patient` is the salted hash of the document (of the patient, for
-reports from shards), so splits are disjoint by document; `study` is that of the block, `order` its place.
+reports from shards), so splits are disjoint by document; `study` is the study of the block, `order` its place.
 """
 
 import dataclasses

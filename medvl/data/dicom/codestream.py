@@ -1,4 +1,4 @@
-"""Headers of compressed frames, to check what a decoder would allocate before it runs.
+"""Headers of compressed frames, for checks of the memory that a decoder would allocate.
 
 A frame of a few bytes can claim 65,535 x 65,535 pixels or millions of tiles and code blocks, whatever the DICOM header
 claims. JPEG: ISO 10918-1, annex B; JPEG-LS: ISO 14495-1, annex C; JPEG 2000: ISO 15444-1, annex A; RLE: DICOM

@@ -3,7 +3,7 @@
     describe("Pneumothorax")                       # "Air between the lung and the chest wall ..."
     positions_of(text, FINDINGS)                   # class of the place of each finding, of PLACES; -1 for none
 
-A place is that of `medvl.data.reports.statements`: a side and a zone. Mirrored images exchange the classes of sides
+A place is a side and a zone, as in `medvl.data.reports.statements`. Mirrored images exchange the classes of sides
 (`mirrored_positions`).
 """
 

@@ -155,7 +155,7 @@ class Cache:
         return CacheUse(len(entries), sum(size for _, _, size in entries))
 
     def clear(self) -> CacheUse:
-        """Remove every file that is not in use by a process that fetches it. Returns what was removed."""
+        """Remove every file that no process is fetching. Returns the removed number of files and bytes."""
         removed = self.use()
         for _, path, _ in self._entries():
             path.unlink(missing_ok=True)

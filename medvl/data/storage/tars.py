@@ -58,7 +58,7 @@ class RemoteTar(NamedTuple):
 
 
 def open_tars(paths: Sequence[Location], entries: Iterable[TarEntry], cache: Cache | None = None) -> Tars:
-    """Return the tars of a folder; remote ones use `cache`, by default that of the environment."""
+    """Return the tars of a folder; remote ones use `cache`, by default the cache of the environment."""
     local = [path for path in paths if not isinstance(path, RemotePath)]
     if len(local) == len(paths):
         return MappedTars(local)

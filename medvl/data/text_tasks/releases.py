@@ -108,7 +108,7 @@ def _scibert_chemprot(folder: Path, task: TextTask) -> dict[Split, list[TextExam
 
 
 def marked_example(key: str, row: Mapping[str, Any]) -> TextExample:
-    """Return an example of SciBERT's ChemProt, whose mentions stand in << >> and [[ ]]."""
+    """Return an example of SciBERT's ChemProt, with its mentions in << >> and [[ ]]."""
     text, label = (row["text"], row["label"]) if "text" in row else (row["marked"], row["relation"])
     return TextExample(key=key, document=key, texts=(str(text),), label=str(label))
 

@@ -26,7 +26,7 @@ def clean_report(text: str) -> str:
 def clean_report_as_r2gen(text: str) -> str:
     """Return the words of a report as R2Gen's released cleaner does, for vocabularies of its published checkpoints.
 
-    Decimal points are removed, and list numbers wherever they occur.
+    Decimal points are removed, and list numbers at any place.
     """
     text = re.sub(r"\.{2,}", ".", re.sub(r"_{2,}", "_", " ".join(text.split())))
     text = text.replace("1. ", "")

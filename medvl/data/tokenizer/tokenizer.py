@@ -186,7 +186,7 @@ class Tokenizer:
         return token_texts(self._backend, self.vocab_size, self._special)
 
     def sentence_ids(self, texts: Sequence[str], spans: Sequence[Sequence[tuple[int, int]]]) -> Tensor:
-        """Return (B, T) int64: index of the span that contains each token, -1 for none; T is that of the encoded texts.
+        """Return (B, T) int64: index of the span that contains each token, -1 for none; T as in the encoded texts.
 
         `spans` has the (start, end) in characters of each text, from `medvl.data.reports.sentences.sentence_spans`.
         Raises ConfigError for a tokenizer that cleans its texts (CLIP, SigLIP), which shifts their characters.
@@ -250,8 +250,8 @@ def load_tokenizer(
     Args:
         source: a local folder, "clip", or a repository on the hub.
         revision: commit of the hub repository, 40 hexadecimal digits.
-        max_tokens: maximum length including the first and last token. Default: that of the files, else 512.
-        lowercase: for a bare `vocab.txt` (WordPiece). Default: that of its configuration, else True, as in Hugging
+        max_tokens: maximum length including the first and last token. Default: the value in the files, else 512.
+        lowercase: for a bare `vocab.txt` (WordPiece). Default: the value in its configuration, else True, as in Hugging
             Face's BERT tokenizers; Bio_ClinicalBERT was used that way although its vocabulary is cased.
         cleaning: "canonical" lower-cases texts and removes punctuation, which SigLIP needs but its files do not state.
             Default: that of the files, if saved by medvl.

@@ -55,7 +55,7 @@ def count_words(
 
 
 def _split(chunks: Mapping[str, int], lowercase: bool) -> dict[str, int]:
-    """Return the frequencies of the words of distinct chunks, each of which is split once."""
+    """Return the frequencies of words from chunks and their counts; each chunk is split once."""
     normalizer, splitter = normalizers.BertNormalizer(lowercase=lowercase), pre_tokenizers.BertPreTokenizer()
     words: collections.Counter[str] = collections.Counter()
     for chunk, frequency in chunks.items():

@@ -28,7 +28,7 @@ class LViTAugmentation:
 
     size: int = 224
     fit: Literal["crop", "pad", "squash"] = "squash"
-    """As in `EvalTransform`; a segmenter needs that of its own transform."""
+    """As in `EvalTransform`; a segmenter needs the value of its own transform."""
     flip: Flip = "swap_text"
     turns: bool = True
     """Vertical flips and reflections about a diagonal too. A text that names a place excludes them, unless `plain`."""

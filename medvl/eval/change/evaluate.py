@@ -100,10 +100,10 @@ def change_classification(
         resamples, seed: number of the bootstrap resamples; seed of these and of the folds.
         checkpoint: the model's, whose hash is recorded.
 
-    Findings that a classifier does not know are left out.
+    Findings that a classifier does not predict are left out.
 
     Raises EvaluationError where labels of change or images are missing, a score is not finite, folds do not fit, or a
-    classifier knows none of the findings.
+    classifier predicts none of the findings.
     """
     prompts = prompts or load_change_prompts()
     by_key = samples_by_key(loader.source)
@@ -201,7 +201,7 @@ def _choose_scorer(
 def _known_findings(model: ChangeClassifier, findings: Sequence[str]) -> tuple[str, ...]:
     known = tuple(finding for finding in findings if finding in model.config.findings)
     if not known:
-        message = f"the classifier knows {', '.join(model.config.findings)}, the labels are of {', '.join(findings)}"
+        message = f"the classifier predicts {', '.join(model.config.findings)}, the labels are of {', '.join(findings)}"
         raise EvaluationError(message, "mismatch", field="checkpoint")
     return known
 

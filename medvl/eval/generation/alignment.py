@@ -31,7 +31,7 @@ _SMALLEST = 256  # elements; smaller tensors may be equal by chance, such as zer
 def check_separate(aligner: Path, generator: Path) -> float:
     """Return the share of the aligner's text weights that the generator has too.
 
-    Matrices are compared by value, whatever their names. Some may be equal because both started from the same published
+    Matrices are compared by value, not by name. Some may be equal because both started from the same published
     encoder and left a part of it frozen. Raises ConfigError where all are: the generator reads its prompts with the
     aligner's own text encoder, which would favour it.
     """

@@ -158,7 +158,7 @@ class RealData:
                 training patients take its place in `valid` and are left out of `train`, but not of `all_train`.
             folders: the generated images, the main ones first: their size, and their generators, which must have been
                 trained on other patients than those of the test.
-            fit: how the generator's training images were made square; default that of the generator, or crop.
+            fit: how the generator's training images were made square; default: as recorded by the generator, or crop.
             views: keep only images of these views; not in `all_train`.
             checkpoints: the models of the evaluation, and the generator if it is there.
 

@@ -1,6 +1,6 @@
 """Search for copies of training images among generated images.
 
-Each image is compared with all training images, not only with that of its own prompt: a copy of another patient's
+Each image is compared with all training images, not only with the image of its own prompt: a copy of another patient's
 image is a copy too. Real test images, of other patients, are the reference: they are not copies, so that a generated
 image that is nearer to a training image than 99 % of them is suspicious, and more than 1 % of such images are too many.
 
@@ -126,9 +126,9 @@ def too_near_metrics(near_NK: NDArray[np.bool_], name: str) -> MetricGroup:
 
 
 def describe_copies(rows: Sequence[MetricRow]) -> list[str]:
-    """Return a sentence on each set of which more images are too near to a training image than of real test images.
+    """Return a sentence on each set with a larger share of images near to a training image than real test images.
 
-    The lower end of the interval of the share is above the 1 % of real images. Where this holds of no relative
+    The lower end of the interval of the share is above the 1 % of real images. Where this holds for no relative
     distance, the sentence names the other cause: blurred images are near to many training images.
     """
     found: dict[str, list[MetricRow]] = {}

@@ -11,7 +11,8 @@ Protocol "class_retrieval", version 1, over candidates and queries that are fixe
 * Over a list: image queries (all candidates, if the list has none) and text queries against candidate images, and
   candidate images against the candidates' own texts (findings and impression of a report), if every candidate has one.
 * Over a folder: a named policy resolves labels; a candidate whose label is left out is not a hit.
-* `details["chance"]` is the expected precision of a random order, over a list that of all candidates.
+* `details["chance"]` is the expected precision of a random order; for a fixed list, the precision of all its
+  candidates.
 * Intervals: the bootstrap resamples queries, images by patient; the candidates are fixed.
 
 CheXpert 8x200: ConVIRT, arXiv 2010.00747, section 4.3, with k = 5, 10, 50. 5x200: GLoRIA, ICCV 2021.

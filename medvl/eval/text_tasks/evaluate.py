@@ -4,7 +4,7 @@ Protocol "text_tasks", version 1:
 
 * One linear layer on the last hidden states; the whole encoder is trained with it. Tags are predicted at the first
   piece of each given word; words that were truncated count as the first tag (no entity).
-* Learning rate, batch size and epochs are those of the grid with the best metric on the dev split, from the first seed.
+* Learning rate, batch size and epochs are chosen from the grid by the metric on the dev split, with the first seed.
   A grid of one setting is not searched.
 * The metric of a task is the mean over the seeds. Seeds change the head, dropout and the order of examples; with random
   weights also the encoder. Its standard deviation over seeds is the row "..._sd".

@@ -16,7 +16,8 @@ _NET = "network."
 _UNUSED = "a module that the released code creates at each level and does not call here"
 
 _UNCALLED = ("head", "norm", "CTBN", "CTBN2", "CTBN3", "embeddings")
-"""Modules of a Transformer of which a level calls some; rules before the one that drops them load those."""
+"""Modules of a Transformer that no level, or only some levels, call. Earlier rules load those that are called; one rule
+drops the rest."""
 
 
 def _conv_norm(source: str, target: str) -> list[KeyRule]:

@@ -103,7 +103,7 @@ def read_checkpoint(path: Path, parts: Sequence[str] = ()) -> Checkpoint:
 
 
 def _repeats(path: Path, key: str) -> WeightsError:
-    """Return the error for an expanded tensor, whose size says nothing about the size of the file."""
+    """Return the error for an expanded tensor, whose size is not bounded by the size of the file."""
     message = f"{path}: {key} repeats its values instead of storing them; save its contiguous copy"
     return WeightsError(message, "unsupported")
 

@@ -147,8 +147,8 @@ class SeparableCritic(nn.Module):
     ) -> Tensor:
         """Return (N, M) float32: for every image and text, the highest score of each sentence with any region, summed.
 
-        Regions are chosen without gradient, then only the chosen ones are scored with gradient, which is that of the
-        maximum.
+        Regions are chosen without gradient, then only the chosen ones are scored with gradient, which equals that of
+        the maximum.
 
         Args:
             regions_NPD: regions of the images.

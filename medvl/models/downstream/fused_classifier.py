@@ -165,8 +165,8 @@ def create_fused_classifier(
             new fusion-encoder.
         labels: names of the columns.
         fusion: sizes of that new fusion-encoder; its settings of the encoders are replaced by those of `start`.
-        image_size: side of the images in pixels, to which learned positions are interpolated; None is that of `start`.
-        max_tokens: maximum length of a text, which may be above that of the pretraining; None is that of `start`.
+        image_size: side of the images in pixels, to which learned positions are interpolated; None: as in `start`.
+        max_tokens: maximum length of a text, which may be above that of the pretraining; None: as in `start`.
         modalities, head, target, head_lr_mult: see `FusedClassifierConfig`.
 
     Raises:

@@ -58,7 +58,7 @@ class LViTConfig(SystemConfig):
     lv_weight: float = 0.1
     """Weight of the LV loss of unlabelled images, which needs texts."""
     references: int = 14
-    """Labelled images whose texts are compared with that of an unlabelled image (LV)."""
+    """Number of labelled images whose texts are compared with the text of an unlabelled image (LV)."""
 
     def __post_init__(self) -> None:
         check_labels(self.labels, "labels")

@@ -69,7 +69,7 @@ class BFSPR(SentenceDualEncoder):
 
     @classmethod
     def make_heads(cls, config: BFSPRConfig, image: ImageEncoder, text: TextEncoder) -> dict[str, nn.Module]:
-        """Return linear heads; that of texts is also that of sentences."""
+        """Return linear heads; texts and sentences share one."""
         width = config.projection_dim
         return {
             "image_head": nn.Linear(image.feature_dim, width, bias=False),

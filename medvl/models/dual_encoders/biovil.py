@@ -25,7 +25,7 @@ from medvl.schema import Batch, Embeddings, Losses
 class BioViLConfig(TextTaskConfig):
     """Settings of the paper. BioViL-L is `BioViLConfig(local_weight=1.0)`.
 
-    Encoders, heads and sizes are those of the released model. The training code was not released: temperatures, weights
+    Encoders, heads and sizes match the released model. The training code was not released: temperatures, weights
     of the losses, masking and `max_tokens` are not confirmed. The released loader stretches the pixels of each image to
     0..255 first; here they are taken as they are stored.
     """

@@ -25,7 +25,7 @@ class ConVIRTConfig(BertDualConfig):
     """
 
     hidden_dim: int | None = None
-    """Hidden width of both heads; None takes that of their input."""
+    """Hidden width of both heads; None: the width of their input."""
     text_pool: Literal["max", "mean"] = "max"
     """Pooling of tokens; the mean is used by an unofficial re-implementation."""
     frozen_text_layers: int = 6

@@ -31,7 +31,7 @@ class MAVLConfig(MedKLIPConfig):
 
     aspects: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
     """Name of an entity -> its seven sentences, in the order of `medvl.data.reports.aspects.ASPECTS`; of others, those
-    of `describe_aspects`. The definition is that of `descriptions`."""
+    of `describe_aspects`. The definition is taken from `descriptions`."""
     pool_heads: int = 8
     """Heads of the attention that makes the image's vector of its grid."""
     temperature: float = 0.07

@@ -47,7 +47,7 @@ class MutualInfoConfig(BertDualConfig):
     patch_level: int = -2
     """Stage of the image encoder that regions come from: 8x8x128 of resnet256."""
     text_lr_mult: float = 0.04
-    """Learning rate of the text encoder divided by that of all other parts: 2e-5 over 5e-4. Only the text encoder has
+    """Ratio of the text encoder's learning rate to the other parts': 2e-5 over 5e-4. Only the text encoder has
     weight decay."""
 
     def __post_init__(self) -> None:
@@ -62,9 +62,9 @@ class MutualInfoConfig(BertDualConfig):
 class MutualInfo(SentenceDualEncoder):
     """Lower bounds of mutual information, from critics' scores of all pairs of the batch (section 2).
 
-    The similarity is the critics' weighted scores; `Embeddings.global_NE` is what they take, not L2-normalised. A
-    sentence is the mean of its tokens in the report (the paper encodes each sentence alone); its score with an image is
-    that of its best region, and the scores of sentences are summed.
+    The similarity is the weighted sum of the critics' scores; `Embeddings.global_NE` is their input, not L2-normalised.
+    A sentence is the mean of its tokens in the report (the paper encodes each sentence alone); its score with an image
+    is that of its best region, and the scores of sentences are summed.
     """
 
     Config = MutualInfoConfig

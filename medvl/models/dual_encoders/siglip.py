@@ -26,7 +26,7 @@ class SigLIPConfig(CLIPConfig):
     """Initial bias of all logits: nearly all pairs of a batch are negatives."""
     max_scale: float | None = None
     scalar_lr_mult: float = 1.0
-    """Ratio of the rate of scale and bias to that of all other parameters."""
+    """Ratio of the learning rate of scale and bias to the other parameters'."""
     max_tokens: int = 64
 
     def __post_init__(self) -> None:

@@ -36,7 +36,7 @@ class UMRLConfig(BertDualConfig):
     text_encoder: str = "static"
     text_arguments: EncoderArguments = dataclasses.field(default_factory=lambda: {"dimension": 300})
     text_unit: Literal["paragraph", "sentence"] = "paragraph"
-    """A text's vector: that of the whole text, or the mean over its sentences, each the mean of its tokens."""
+    """Vector of a text: from the whole text, or the mean over its sentences, each the mean of its tokens."""
     projection_dim: int = 128
     distance: Literal["cosine", "squared"] = "cosine"
     """Distance of a pair's two vectors: 1 - cosine, or the squared Euclidean distance."""

@@ -68,11 +68,11 @@ class CrossLayer(nn.Module):
 
 @register_system("lxmert")
 class LXMERT(RegionModel):
-    """Masked words and masked regions of pairs of which half match, from one pass; the text's first token is pooled.
+    """Masked words, masked regions and matching of half of the pairs, from one pass; the text's first token is pooled.
 
-    Of the paper's objectives, attributes of objects are left out, which medvl's detectors do not have, and question
-    answering, which is fine-tuning here. Objects are predicted at masked regions, as the paper says; its released code
-    predicts them at all regions.
+    Two objectives of the paper are left out: attributes of objects, because medvl's detectors have none, and question
+    answering, which is a fine-tuning task here. Objects are predicted at masked regions, as in the paper; its released
+    code predicts them at all regions.
     """
 
     Config = LXMERTConfig

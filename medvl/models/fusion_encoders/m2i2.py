@@ -52,7 +52,7 @@ class M2I2(ALBEF):
 
     Deviations besides ALBEF's: the position embeddings, sines and cosines in MAE's weights, are trained; the decoder's
     weights start as BERT's, not as MAE's (Xavier, uniform). With a CNN, cells of its last grid are removed
-    (`encode_visible`), and batch-norm statistics are those of such images.
+    (`encode_visible`), and batch-norm statistics are computed from such images.
     """
 
     Config = M2I2Config

@@ -72,7 +72,7 @@ class MRM(MaskedPixels, RecordWordModel):
 
     @classmethod
     def build(cls, config: MRMConfig, *, pretrained: bool, tokenizer: Tokenizer | None) -> Self:
-        """See the base class. Published weights are those of the image encoder."""
+        """See the base class. `pretrained` loads weights of the image encoder only."""
         statistics = {"mean": config.pixel_mean, "std": config.pixel_std}
         encoders = create_encoders(
             config,

@@ -45,9 +45,9 @@ class MUMC(ALBEF):
     The matching head has two layers. Every row of the batch can be a hard negative, however dissimilar
     (`negative_floor`).
 
-    Deviations besides ALBEF's, of which that on studies holds within a modality too: images and texts of one study are
-    positives of each other; the position embeddings, sines and cosines in MAE's weights, are trained; weights of ALBEF
-    initialise both encoders, but not the fusion-encoder.
+    Deviations besides those of ALBEF: images and texts of one study are positives of each other, within a modality too;
+    the position embeddings, sines and cosines in MAE's weights, are trained; weights of ALBEF initialise both encoders,
+    but not the fusion-encoder.
     """
 
     Config = MUMCConfig

@@ -95,7 +95,7 @@ class LanguageModel(System):
     """A text encoder with heads for masked words and, unless `config.pairs` is none, for pairs of segments.
 
     A system sets how the word head is built. Losses are divided by `Batch.mean_counts_K`, so that an update's
-    gradient is that of the mean over all masked positions of its batches.
+    gradient equals that of the mean over all masked positions of its batches.
 
     Attributes:
         text_encoder: shared with other systems (`medvl.models.load_towers`).

@@ -1,4 +1,4 @@
-"""Masked words on held-out text: accuracy beside that of always predicting the most frequent token."""
+"""Masked words on held-out text: accuracy, with the most frequent token as a baseline."""
 
 from collections.abc import Iterable
 from typing import Any

@@ -49,7 +49,7 @@ class R2GenConfig(ImageConfig):
     max_tokens: int = 61
     """Including the first and the last token: 59 words, as the released code's max_seq_length of 60."""
     vocab_size: int | None = None
-    """None takes that of the tokenizer."""
+    """None: the value of the tokenizer."""
 
     def __post_init__(self) -> None:
         check_choice(self.fit, ("crop", "pad", "squash"), "fit")

@@ -50,7 +50,8 @@ class GenerationDataConfig(LoaderConfig):
     views: tuple[str, ...] = ()
     """Views to read, such as PA and AP; empty reads all images."""
     tokenizer: Path | None = None
-    """Folder of a tokenizer; None takes that of the checkpoints that the run starts from, or the text encoder's own."""
+    """Folder of a tokenizer; None: the tokenizer of the checkpoints that the run starts from, or of the text
+    encoder."""
     text: WholeText = dataclasses.field(default_factory=lambda: WholeText(sections=("impression",), missing="no_text"))
     min_characters: int = 7
     """Samples with shorter texts are left out."""

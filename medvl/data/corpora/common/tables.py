@@ -92,8 +92,8 @@ def read_record(record: Record, warnings: Counter[str], folders: InputFolders) -
 def report_sections(report: Report, warnings: Counter[str]) -> dict[str, str]:
     """Return the sections of a report that are stored, and count what is left out.
 
-    Left out are sections that identify a person, text before the first header, which often does, and all but the last
-    of several sections with the same name. Added are `addendum`, and `last_paragraph` where findings and impression
+    Sections that identify a person are left out, like text before the first header, which often does, and all but the
+    last of several sections with the same name. `addendum` is added, and `last_paragraph` where findings and impression
     are missing.
     """
     sections = {name: text for name, text in report.sections.items() if not is_identifying_header(name)}

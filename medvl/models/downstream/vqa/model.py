@@ -147,7 +147,7 @@ def create_vqa(
             dual-encoder, whose towers are used under a new fusion-encoder.
         answers: the normalised vocabulary.
         fusion: sizes of that new fusion-encoder; its settings of the encoders are replaced by those of `start`.
-        image_size: side of the images in pixels, to which learned positions are interpolated; None is that of `start`.
+        image_size: side of the images in pixels, to which learned positions are interpolated; None: as in `start`.
         head: see `VQAConfig`.
         decoder: sizes of the decoder of the heads "ranking" and "generation"; ALBEF's by default.
         head_lr_mult: learning rate of the head, as a multiple of the encoders'; None is the head's published one.

@@ -36,7 +36,7 @@ class MaskedPixelsConfig(PixelDecoderConfig, TowersConfig):
 
 
 class MaskedPixels(TwoTowers):
-    """An image encoder that sees a few patches, and a decoder of the pixels of the others.
+    """An image encoder of a few visible patches, and a decoder of the pixels of the others.
 
     Attributes:
         mim_head: pixels of all patches at `target_scale` times the encoder's resolution.
@@ -56,7 +56,7 @@ class MaskedPixels(TwoTowers):
         self.mim_head = PixelDecoder(image_encoder.patch_dim, targets, config, "gelu")
 
     def mask_images(self, batch: Batch) -> tuple[Tensor, PatchMask]:
-        """Return the normalised pixels (B, C, H, W) of a batch, and which patches of each image the encoder sees.
+        """Return the normalised pixels (B, C, H, W) of a batch, and the visible patches of each image.
 
         Raises ConfigError for images of another size than `image_size * target_scale`.
         """

@@ -123,7 +123,7 @@ class Corruption:
     """Corruption of one batch by all objectives."""
 
     parts: Mapping[str, Any]
-    """Objective name -> what its `corrupt` returned."""
+    """Objective name -> result of its `corrupt`."""
 
     def of(self, objective: Objective[Any, C, Any]) -> C:
         """Return the part of one objective."""

@@ -94,7 +94,7 @@ class ImageInput(nn.Module):
             keep_BK: indices of the regions in the grid, if some were removed.
             real_BP: bool, False for padding; None: all are real.
 
-        Raises ConfigError if the number of regions differs from that of positions, and for an encoder without regions
+        Raises ConfigError if the numbers of regions and positions differ, and for an encoder without regions
         where no pooled vector is read.
         """
         first_B1D = self._first_token(features.pooled_BD)

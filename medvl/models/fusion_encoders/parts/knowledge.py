@@ -1,4 +1,4 @@
-"""Layers of ARL: a graph of entities encoded by graph attention, and a stream of entities beside that of the text.
+"""Layers of ARL: a graph of entities encoded by graph attention, and a stream of entities beside the text's.
 
 Letters: B batch, V entities of the graph, M edges, N entities of a text, T text tokens, P image tokens, H heads, C
 width of a head, D width.
@@ -151,7 +151,8 @@ class EntityGraph(nn.Module):
     Edges go from the head to the tail of each triple, and from every entity to itself. The names are kept as hashes, so
     that a checkpoint has no licensed strings and needs no folder.
 
-    The first layer has `graph_heads`, the second one head. Dropout is that of the input of both and of their attention.
+    The first layer has `graph_heads`, the second one head. Dropout is applied to the input of both and to their
+    attention.
 
     Raises ConfigError for a configuration without a graph.
     """

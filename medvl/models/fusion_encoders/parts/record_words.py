@@ -38,10 +38,11 @@ class RecordWordsConfig:
     """Mask words of entities and beside them before other words."""
     entities: tuple[str, ...] = ENTITIES
     negation_weight: float = 1.0
-    """Weight of the words "there is no (evidence of)". What they lose goes to the up to two words before each entity
-    (`entities_first`), or to all words of a text without."""
+    """Weight of the words "there is no (evidence of)". The difference is added to the weights of up to two words before
+    each entity (`entities_first`), or of all words of a text without entities."""
     text_fusion: Literal["add", "attention"] = "add"
-    """How words read the image: its mean patch is added to each; or also what each attends to among the patches."""
+    """Image input of words: "add" adds the mean patch to each word; "attention" also adds its attention over the
+    patches."""
 
     def check_words(self) -> None:
         """Raise ConfigError for a value out of range."""

@@ -90,7 +90,7 @@ def _write_patient(root: Path, patient: Patient, options: Options) -> PatientRow
 
 
 def _readings(name: str, split: str, study: Study, view: View) -> Iterator[tuple[list[str], float, set[str]]]:
-    """Yield the first columns of a reader's rows, the shift of the boxes, and the labels that the reader sees."""
+    """Yield the first columns of a reader's rows, the shift of the boxes, and the labels that the reader gives."""
     present = {finding.label for finding in view.findings}
     if split == "test":
         yield [name], 0.0, present
