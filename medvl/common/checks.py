@@ -1,5 +1,6 @@
 """Checks of settings that configurations, corpora and models share. All raise an error that names the field."""
 
+import math
 from collections.abc import Collection, Sequence
 from typing import Any
 
@@ -19,7 +20,9 @@ def check_within(config: Any, interval: str, *fields: str, error: type[MedvlErro
         value = getattr(config, name)
         included = ([low] if interval[0] == "[" else []) + ([high] if interval[-1] == "]" else [])
         if value is not None and not (low < value < high or value in included):
-            raise error(f"{name} must be within {interval}, got {value!r}", "out_of_range", field=name)
+            least = "at least" if interval[0] == "[" else "above"
+            allowed = f"within {interval}" if math.isfinite(high) else f"{least} {low:g}"
+            raise error(f"{name} must be {allowed}, got {value!r}", "out_of_range", field=name)
 
 
 def check_weights(config: Any, *fields: str) -> None:

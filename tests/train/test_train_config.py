@@ -157,7 +157,7 @@ def test_command_line_selects_and_changes_a_preset() -> None:
         (["tin"], "no preset 'tin': did you mean 'tiny'?"),
         (["--optim.lrr", "1"], "--optim.lrr"),
         (["--optim.lr", "fast"], "--optim.lr"),
-        (["--optim.lr", "-1"], "lr must be within (0, inf)"),
+        (["--optim.lr", "-1"], "lr must be above 0"),
         (["--train.run-dir"], "--train.run-dir"),
     ],
 )

@@ -192,7 +192,7 @@ def _choose_scorer(
         of_images = _vectors if folds is not None else _prompt_scorer(model, prompts, findings)
         return functools.partial(_embedded, model, use_prior, of_images), findings, use_prior
     if folds is not None:
-        message = "folds are those of a probe of a dual-encoder; leave them out for a classifier"
+        message = "folds apply to a probe of a dual-encoder; leave them out for a classifier"
         raise EvaluationError(message, "conflict", field="folds")
     findings = _known_findings(model, findings)
     return functools.partial(_probabilities, model, findings), findings, model.config.use_prior

@@ -136,7 +136,7 @@ def create_change_classifier(
         findings: names of the columns.
         use_prior, head_lr_mult: see `ChangeClassifierConfig`.
 
-    Raises CheckpointError where `start` is not a complete checkpoint, ConfigError where it is no dual-encoder.
+    Raises CheckpointError where `start` is not a complete checkpoint, ConfigError where it is not a dual-encoder.
     """
     model = _checked(load(start), "init_from")
     settings = dataclasses.asdict(model.config) | {"image_weights": None, "text_weights": None}

@@ -63,8 +63,8 @@ class MutualInfo(SentenceDualEncoder):
     """Lower bounds of mutual information, from critics' scores of all pairs of the batch (section 2).
 
     The similarity is the weighted sum of the critics' scores; `Embeddings.global_NE` is their input, not L2-normalised.
-    A sentence is the mean of its tokens in the report (the paper encodes each sentence alone); its score with an image
-    is that of its best region, and the scores of sentences are summed.
+    A sentence is the mean of its tokens in the report (the paper encodes each sentence alone). Its score is that of its
+    best region; the scores of sentences are summed.
     """
 
     Config = MutualInfoConfig

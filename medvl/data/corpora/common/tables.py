@@ -189,7 +189,7 @@ def open_text(path: Path, folders: InputFolders) -> Iterator[TextIO]:
         with folders.open(path, CorpusError) as file:
             zipped = path.suffix == ".gz"
             if zipped and not os.fstat(file.fileno()).st_size:
-                raise EOFError("an empty file is no gzip file")  # which GzipFile accepts
+                raise EOFError("an empty file is not a gzip file")  # which GzipFile accepts
             data = gzip.GzipFile(fileobj=file) if zipped else file
             yield io.TextIOWrapper(data, encoding="utf-8-sig", newline="")
     except FileNotFoundError:
