@@ -1,7 +1,7 @@
 """Error types.
 
-Every error that medvl raises on bad input is a `MedvlError`. Its message names the file or the field, what is wrong
-and what to do about it. It never quotes a header value or a line of a report: those may name a patient.
+Every error that medvl raises on bad input is a `MedvlError`. Its message names the file or the field, the problem and a
+remedy. It never quotes a header value or a line of a report: those may name a patient.
 
 `code` is a short word for programs: to count errors, or to handle one kind. Codes in use:
 

@@ -121,7 +121,7 @@ class Inputs:
     entities: FindsEntities | None = None
     """Finder of a knowledge graph's entities in texts (`medvl.data.EntityFinder`); None: the system needs none."""
     max_entities: int = 24
-    """Most entities of a text, its first ones."""
+    """Maximum number of entities of a text; the first ones are kept."""
 
 
 @dataclasses.dataclass(kw_only=True, slots=True)
@@ -190,7 +190,7 @@ class Batch:
     mention_BT: Tensor | None = None
     """int64: for each token the column of `entity_BN` whose mention it is part of; -1 for none."""
     image_entity_BN: Tensor | None = None
-    """int64: distinct entities that all texts of the sample mention; -1 is padding. N differs from that of the text."""
+    """int64: distinct entities that all texts of the sample mention; -1 is padding. N differs from the text's."""
     prior_BCHW: Tensor | None = None
     """uint8: the patient's previous image (`Inputs.prior_image`)."""
     has_prior_B: Tensor | None = None

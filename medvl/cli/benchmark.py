@@ -13,18 +13,18 @@ from medvl.errors import ConfigError
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ChangeOptions:
-    """Values in place of the file's."""
+    """Values that override those of the file."""
 
     systems: str = ""
-    """names of systems separated by commas, in place of the file's"""
+    """names of systems, separated by commas; override those of the file"""
     seeds: tuple[int, ...] = ()
-    """seeds in place of the file's"""
+    """seeds; override those of the file"""
     tasks: str = ""
-    """names of tasks separated by commas, in place of the file's"""
+    """names of tasks, separated by commas; override those of the file"""
     steps: int | None = None
-    """training steps in place of the file's"""
+    """training steps; override those of the file"""
     set: tuple[str, ...] = ()
-    """other values of the file, as NAME=VALUE: corpora.0.root=quickstart"""
+    """other values of the file to override, as NAME=VALUE: corpora.0.root=quickstart"""
 
     def changes(self) -> dict[str, Any]:
         """Return the values by dotted name."""
@@ -56,9 +56,9 @@ def benchmark(
     Finished runs are not repeated, and interrupted ones continue. The exit status is 1 if anything failed.
 
     Args:
-        source: a .toml file, the name of a preset (`medvl list benchmarks`), or a folder OUT/runs/KEY, whose run is
-            executed alone, as arrays of SLURM do.
-        changes: values in place of the file's.
+        source: a .toml file, the name of a preset (`medvl list benchmarks`), or a folder OUT/runs/KEY, to execute this
+            run alone, as SLURM job arrays do.
+        changes: values that override those of the file.
         out: folder of data, runs, results.jsonl and the pages.
         dry_run: list the runs with hours and memory, which are measured on the corpora that exist, and with the errors
             of models that cannot be built; the exit status is 1 if there is one.
@@ -119,7 +119,7 @@ def _execute(plan: Any, store: Any, engine: str, jobs: int, gpus: tuple[str, ...
 
 
 def _publish(plan: Any, store: Any) -> bool:
-    """Write results.jsonl and the pages, and print the tables. Returns whether anything failed or is left to do."""
+    """Write results.jsonl and the pages, and print the tables. Return whether anything failed or is unfinished."""
     from medvl.benchmark.pages.write import print_site, write_site
 
     site = write_site(plan, store)
@@ -131,7 +131,7 @@ def _publish(plan: Any, store: Any) -> bool:
 
 
 def _make_data(plan: Any, store: Any) -> None:
-    """Make what the corpora lack, where a run is left to do."""
+    """Create missing data of the corpora that unfinished runs need."""
     from medvl.benchmark.corpora import make_corpus
 
     corpora = {run.corpus.name: run.corpus for run in plan.runs if store.state(run) == "to do"}

@@ -99,7 +99,7 @@ def _write(
     folders: "Mapping[Path, GenerateOptions]",
     shards: Path | None,
 ) -> str:
-    """Write the folders: of images of the prompts, or with `shards` of reconstructions. Returns what was written."""
+    """Write the folders of generated images, or with `shards` of reconstructions, and return a summary."""
     from medvl.inference.generation import CONTACT_SHEET, generate_images, reconstruct_images
 
     lines, cut = [], []

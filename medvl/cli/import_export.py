@@ -57,7 +57,7 @@ def import_published(
             lvit).
         entities: file of the entities that the system was trained with (medklip, mavl, kad, arl).
         out: new output folder for a checkpoint, or for image_encoder and text_encoder, with import.json.
-        tokenizer: folder of the system's tokenizer, unless it is that of CLIP.
+        tokenizer: folder of the system's tokenizer; not needed for CLIP's.
         list_all: list the systems that can be imported.
     """
     if list_all:
@@ -105,9 +105,10 @@ def export_checkpoint(
 
     Args:
         checkpoint: folder of a checkpoint, such as runs/convirt/best.
-        to: format; --list describes what each of them holds.
+        to: format; --list describes the formats.
         out: new output folder; default beside the checkpoint, with the format as suffix.
-        list_all: list the formats; with a checkpoint, try each of them and list what it would hold, or why it cannot.
+        list_all: list the formats; with a checkpoint, also try each of them and list the exported parts, or why it is
+            not possible.
     """
     if checkpoint is None:
         if list_all:

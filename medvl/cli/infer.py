@@ -34,7 +34,7 @@ def infer(
         prompts: prompt set of dual-encoders: a name (`medvl list prompts`) or a JSON file.
         out: folder for results.jsonl, results.csv and overlays; the same command again continues it.
         overlays: heat maps for each image, of the texts with the highest probabilities, written to OUT/overlays.
-        batch: images a batch.
+        batch: images per batch.
         frame: frame of multi-frame DICOM files, from 0; without it they are skipped.
         device: auto, cpu or cuda.
     """

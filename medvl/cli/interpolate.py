@@ -18,7 +18,7 @@ def interpolate(
         start: folder of the checkpoint that training started from.
         end: folder of the checkpoint after it, of the same system.
         out: new folder for the checkpoint between them.
-        share: of the way from start to end; choose it on validation data.
+        share: fraction of the way from start to end; choose it on validation data.
     """
     from medvl.errors import ConfigError
     from medvl.models.checkpoint import save

@@ -20,7 +20,7 @@ def quickstart(out: Path = Path("quickstart"), options: phantom.ViewsOptions = _
     """
     out.mkdir(parents=True, exist_ok=True)
     salt = out / "salt"
-    if not salt.exists():  # the phantom has nothing to hide; a fixed salt gives the same order everywhere
+    if not salt.exists():  # phantom data are not confidential; a fixed salt gives the same order everywhere
         salt.write_text(f"{0:064d}\n")
     corpus, of_shards = out / "mimic-cxr", out / "shards"
     write = phantom.COMMANDS["mimic-cxr"]

@@ -54,7 +54,7 @@ def _train_parser(add_help: bool) -> argparse.ArgumentParser:
 
 
 def list_recipes(*, match: str = "") -> None:
-    """List the recipes with their presets, what they train, and how many published numbers there are to compare with.
+    """List the recipes with their presets, summaries and numbers of published results.
 
     Args:
         match: show only recipes whose name or summary contains this text.

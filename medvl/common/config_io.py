@@ -34,7 +34,7 @@ def from_dict(cls: type[Config], data: Mapping[str, Any]) -> Config:
     """Build a config from the values that `to_dict` returned, or from Python values; missing fields take defaults.
 
     Raises ConfigError with the dotted path in `field`: `unknown_name` (with the nearest field name), `missing`,
-    `wrong_type`, or what the config's own checks raise.
+    `wrong_type`, or the code of the config's own checks.
     """
     return _decode_dataclass(cls, data, "")
 

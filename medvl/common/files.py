@@ -51,7 +51,7 @@ def fsync(path: Path) -> None:
 
 
 def follow_umask(path: Path) -> None:
-    """Give a file the permissions that new files get here; safetensors writes its files for their owner alone."""
+    """Give a file the permissions of a newly created file; those of safetensors are readable by their owner only."""
     probe = path.with_name(f".{path.name}.mode")
     with contextlib.suppress(OSError):  # some network file systems have no permissions to change
         probe.touch()

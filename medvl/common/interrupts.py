@@ -9,10 +9,10 @@ from types import FrameType
 
 @contextlib.contextmanager
 def interrupts_blocked() -> Iterator[None]:
-    """Block SIGINT in this thread, and for good in processes that it starts meanwhile.
+    """Block SIGINT in this thread within the block, and permanently in processes started within it.
 
-    A terminal sends Ctrl-C to all processes of a command. The first one stops the others, which must not end by
-    themselves, not even while they start.
+    A terminal sends Ctrl-C to all processes of a command. The main process stops the others, which must not end on
+    their own, not even during their start.
     """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
@@ -23,7 +23,7 @@ def interrupts_blocked() -> Iterator[None]:
 
 @contextlib.contextmanager
 def sigterm_interrupts() -> Iterator[None]:
-    """Let SIGTERM raise KeyboardInterrupt as Ctrl-C does, so that processes which were started meanwhile are stopped.
+    """Make SIGTERM raise KeyboardInterrupt as Ctrl-C does, so that processes started within the block are stopped.
 
     Only in the main thread of a process; in others this does nothing.
     """

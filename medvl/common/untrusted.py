@@ -1,4 +1,4 @@
-"""Reading of files that others have made: regular files inside the folders that the user named, bounded JSON, XML."""
+"""Reading of untrusted files: regular files inside the folders that the user named, JSON and XML of limited size."""
 
 import contextlib
 import dataclasses
@@ -31,14 +31,14 @@ class InputFolders:
     def of(cls, *folders: Path | str, follow_links: bool = False) -> Self:
         """Return the folders with their links resolved; with `follow_links`, files outside of them may be read too.
 
-        Raises ConfigError when a path cannot be that of a folder: too long, a loop of links, or with a NUL.
+        Raises ConfigError when a path is invalid: too long, a loop of links, or with a NUL.
         """
         real = tuple(dict.fromkeys(map(_real_folder, folders)))
         return cls(() if follow_links else real)
 
     @classmethod
     def holding(cls, files: Iterable[Path | None]) -> Self:
-        """Return the one folder that holds all these files by their names, before links are followed."""
+        """Return the folder that contains all these files by their names, before links are followed."""
         folders = {path.absolute().parent for path in files if path is not None}
         return cls.of(os.path.commonpath(folders)) if folders else cls()
 

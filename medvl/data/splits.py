@@ -49,7 +49,7 @@ def hash_split(patient: str, fractions: Mapping[str, float] = DEFAULT_FRACTIONS)
 
 
 def check_disjoint(patients_by_split: Mapping[str, Iterable[str]], name: str) -> None:
-    """Raise SplitError when a patient is in two splits. `name` is that of the corpus, for the message."""
+    """Raise SplitError when a patient is in two splits. `name` is the name of the corpus, for the message."""
     owner: dict[str, str] = {}
     shared: dict[tuple[str, str], list[str]] = {}
     for split, patients in patients_by_split.items():

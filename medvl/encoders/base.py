@@ -32,7 +32,7 @@ class Encoder(nn.Module):
         self._frozen_in_eval = False
 
     def parameter_layers(self) -> list[list[str]]:
-        """Return the names of the backbone's parameters by depth: embeddings or stem, layers, what follows them."""
+        """Return the names of the backbone's parameters by depth: embeddings or stem, layers, then the rest."""
         return [[f"backbone.{name}" for name in group] for group in self._layers(self.backbone)]
 
     def train(self, mode: bool = True) -> Self:

@@ -12,7 +12,10 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+from urllib.error import URLError
 
+import safetensors
+import safetensors.torch
 import torch
 from torch import Tensor, nn
 
@@ -94,8 +97,6 @@ def read_url(url: str) -> dict[str, Tensor]:
     Raises:
         WeightsError: "not_found" if the download fails or the hash differs.
     """
-    from urllib.error import URLError
-
     try:
         tensors: dict[str, Tensor] = torch.hub.load_state_dict_from_url(
             url, map_location="cpu", check_hash=True, weights_only=True, progress=False
@@ -175,9 +176,6 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
 
 
 def _read_safetensors(path: Path) -> dict[str, Tensor]:
-    import safetensors
-    import safetensors.torch
-
     try:
         tensors: dict[str, Tensor] = safetensors.torch.load_file(path)
     except (safetensors.SafetensorError, OSError, ValueError) as error:

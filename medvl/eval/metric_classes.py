@@ -58,7 +58,7 @@ class LabelMetrics(Metric):
             probabilities: whether scores are probabilities.
             thresholds: label -> threshold, chosen on validation data (`medvl.eval.choose_threshold`); a label with NaN
                 has no yes/no metrics.
-            options: of `torchmetrics.Metric`.
+            options: arguments of `torchmetrics.Metric`.
         """
         super().__init__(**options)
         if not names or len(set(names)) < len(names):

@@ -3,7 +3,7 @@
     model = medvl.load("runs/convirt")
     medvl.infer(model, "chest.dcm", ["pleural effusion"])    # {"pleural effusion": 0.71}
 
-Each function takes what a model can do and refuses other models with an error that names those that can.
+Each function raises an error for a model that does not support its task; the message names models that do.
 """
 
 from typing import TYPE_CHECKING

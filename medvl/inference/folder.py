@@ -46,7 +46,7 @@ Value = float | str
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class ImageResult:
-    """What a model gave for an image."""
+    """Result of a model for one image."""
 
     image: str
     values: Mapping[str, Value] = dataclasses.field(default_factory=dict)
@@ -64,7 +64,7 @@ class ImageResult:
 
 
 class ImageModel:
-    """What a model can do with images and texts: probabilities, answers, or reports.
+    """One task of a model on images: probabilities of texts, answers to questions, or reports.
 
     Attributes:
         names: columns of the results: texts or labels, questions, or "report".
@@ -72,7 +72,7 @@ class ImageModel:
     """
 
     def __init__(self, model: System, texts: Sequence[str] | None, **scoring: Any) -> None:
-        """Raise ConfigError for a model that does none of it, EvaluationError as `infer`."""
+        """Raise ConfigError for a model that supports none of the tasks, EvaluationError as `infer`."""
         self.model = model
         self._run: Callable[[Tensor], list[dict[str, Value]]]
         if isinstance(model, VQA):
@@ -120,11 +120,11 @@ def infer_files(
         out: folder for the results; None writes none. A folder with results of the same settings is continued.
         settings: content of `settings.json`.
         overlays: number of heat maps to draw for each image, of the texts with the highest values; needs `out`.
-        batch: images a batch.
+        batch: images per batch.
         frame: index of the frame in multi-frame DICOM files, from 0; with None, these are skipped.
         progress: True for a progress bar, None for one on a terminal.
 
-    Raises ConfigError if `out` holds something else, or results of other settings.
+    Raises ConfigError if `out` has other content, or results of other settings.
     """
     finished = {} if out is None else _open_folder(out, dict(settings or {}))
     todo = [path for path in images if _name(path) not in finished]
@@ -218,7 +218,7 @@ def _hidden(progress: bool | None) -> bool | None:
 
 
 def _open_folder(out: Path, settings: dict[str, Any]) -> dict[str, ImageResult]:
-    """Return the results that a folder has already. Raises ConfigError if it belongs to something else."""
+    """Return the finished results in a folder. Raises ConfigError if it has other content."""
     if out.exists() and not out.is_dir():
         raise ConfigError(f"{out} is a file; give a folder", "exists", field="out")
     out.mkdir(parents=True, exist_ok=True)

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
+from medvl.common.checks import check_choice, check_within
 from medvl.common.config_io import to_dict
 from medvl.common.files import sha256, write_atomic
 from medvl.common.seeding import derive
@@ -27,6 +28,8 @@ from medvl.data.transforms.text import WholeText
 from medvl.errors import ConfigError
 from medvl.inference.models import refuse
 from medvl.models.checkpoint import load, train_manifests
+from medvl.models.image_generation.latent_diffusion import LatentDiffusion
+from medvl.models.image_generation.sampling import Sampling, sample_images
 from medvl.models.locate import WEIGHTS, find_checkpoint
 
 CONTACT_SHEET = "contact_sheet.png"
@@ -66,14 +69,10 @@ class GenerateOptions:
     """Write "synthetic" into a corner of each image."""
 
     def __post_init__(self) -> None:
-        for field, low in (("images_per_prompt", 1), ("batch", 1), ("seed", 0)):
-            if getattr(self, field) < low:
-                message = f"expected {field} of {low} or more, got {getattr(self, field)}"
-                raise ConfigError(message, "out_of_range", field=field)
-        for field, known in (("precision", ("fp32", "bf16")), ("device", ("auto", "cpu", "cuda"))):
-            if getattr(self, field) not in known:
-                message = f"expected {field} of {', '.join(known)}, got {getattr(self, field)!r}"
-                raise ConfigError(message, "unknown_name", field=field)
+        check_within(self, "[1, inf)", "images_per_prompt", "batch")
+        check_within(self, "[0, inf)", "seed")
+        check_choice(self.precision, ("fp32", "bf16"), "precision")
+        check_choice(self.device, ("auto", "cpu", "cuda"), "device")
 
 
 def prompts_of_file(path: Path | str) -> tuple[list[Prompt], dict[str, Any]]:
@@ -91,7 +90,7 @@ def prompts_of_file(path: Path | str) -> tuple[list[Prompt], dict[str, Any]]:
         raise ConfigError(f"{path} is not text in UTF-8", "malformed", field="prompts") from None
     prompts = [Prompt(text=line.strip(), key=str(number)) for number, line in enumerate(lines, 1) if line.strip()]
     if not prompts:
-        raise ConfigError(f"{path} has no prompt: expected one a line", "empty", field="prompts")
+        raise ConfigError(f"{path} has no prompt: expected one per line", "empty", field="prompts")
     return prompts, {"kind": "file", "sha256": sha256(path)}
 
 
@@ -106,8 +105,8 @@ def prompts_of_shards(
 
     Args:
         folder: one split of shards.
-        sections: that form the text; samples without any of them are left out.
-        views: such as PA and AP; empty for all.
+        sections: sections that form the text; samples without any of them are left out.
+        views: views such as PA and AP; empty for all.
         limit: number of samples, evenly spaced over the shards; None for all.
 
     Raises ShardError when the shards are damaged, ConfigError when no sample is left.
@@ -152,9 +151,6 @@ def generate_images(
         CheckpointError: the checkpoint cannot be loaded.
         CorpusError: the folder belongs to other settings.
     """
-    from medvl.models.image_generation.latent_diffusion import LatentDiffusion
-    from medvl.models.image_generation.sampling import Sampling, sample_images
-
     options = options or GenerateOptions()
     sampler: Any = options.sampler
     sampling = Sampling(sampler=sampler, steps=options.steps, guidance=options.guidance)
@@ -186,10 +182,10 @@ def reconstruct_images(
     source: Mapping[str, Any] | None = None,
     progress: bool = False,
 ) -> GeneratedImages:
-    """Write the images of samples, encoded and decoded by an autoencoder: the best that a generator on it can show.
+    """Write images of samples after encoding and decoding by an autoencoder, the upper limit of its generators.
 
     Args:
-        checkpoint: of the system `autoencoder`, or of a latent diffusion model.
+        checkpoint: checkpoint of the system `autoencoder`, or of a latent diffusion model.
         shards: folder that `prompts` come from (`prompts_of_shards`).
         prompts, out, options, source, progress: as for `generate_images`.
 

@@ -29,7 +29,7 @@ def heatmap(
     maps: Maps | None = None,
     smoothing: float = 0.0,
 ) -> NDArray[np.float32]:
-    """Return where a text is in an image: (H, W) float32 in pixels of the original, NaN outside of the model's crop.
+    """Return the heat map of a text: (H, W) float32 in pixels of the original image, NaN outside of the model's crop.
 
     Dual-encoders compare the text with each region (`medvl eval grounding`): the attention of its words where the model
     has one (GLoRIA), else the cosine similarity, which may be negative. VQA models give the attention of the question's

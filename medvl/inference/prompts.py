@@ -1,4 +1,4 @@
-"""Prompt sets for what users ask about: names of findings, phrases, pairs of sentences."""
+"""Prompt sets from the texts of a user: names of findings, phrases, pairs of sentences."""
 
 import dataclasses
 import re
@@ -9,7 +9,7 @@ from medvl.errors import EvaluationError
 from medvl.eval.zero_shot_classification.prompts import COMPETING, ClassPrompts, PromptSet, load_prompts
 
 Texts = Sequence[str | tuple[str, str]] | Mapping[str, tuple[str, str]]
-"""What to look for: names of findings, phrases, pairs of a sentence for and one against; or name -> pair."""
+"""Texts to score: names of findings, phrases, pairs of a sentence for and one against; or name -> pair."""
 PROMPTS = "chexpert_ensemble"
 """Prompt set of `medvl eval zero-shot`."""
 _THERE = re.compile(r"there (?:is|are)\s+(?:an?\s+|the\s+)?", re.IGNORECASE)

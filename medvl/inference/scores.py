@@ -37,7 +37,7 @@ class Scorer:
         prompts: PromptSet | Path | str = PROMPTS,
         temperature: float | None = None,
     ) -> None:
-        """Encode the texts. Arguments and errors are those of `infer`."""
+        """Encode the texts. Arguments and errors are as in `infer`."""
         self.model = open_model(model)
         self._score: PromptScorer | None = None
         self._columns: list[int] = []
@@ -60,7 +60,7 @@ class Scorer:
         return self.scored(encode_images(self.model, image_BCHW))
 
     def scored(self, images: Embeddings | Tensor) -> Tensor:
-        """Return (B, L) float64 on the CPU, of what `encode_images` returned, or of some of its rows."""
+        """Return (B, L) float64 on the CPU, from the output of `encode_images` or some of its rows."""
         with evaluating(self.model):
             if self._score is not None:
                 assert isinstance(images, Embeddings)
@@ -74,7 +74,7 @@ class Scorer:
 
 
 def encode_images(model: System, image_BCHW: Tensor) -> Embeddings | Tensor:
-    """Return what a `Scorer` of the model reads: embeddings, or (B, L) probabilities of a classifier's labels.
+    """Return the input of a `Scorer`: embeddings, or (B, L) probabilities of a classifier's labels.
 
     Raises ConfigError for other models.
     """

@@ -55,7 +55,7 @@ def gaussian_kl(mean_BCHW: Tensor, logvar_BCHW: Tensor, pixels: int) -> Tensor:
     """Return the KL divergence of diagonal Gaussians from the standard normal, in nats per pixel of the image.
 
     Args:
-        mean_BCHW, logvar_BCHW: of the latents.
+        mean_BCHW, logvar_BCHW: mean and log variance of the latents.
         pixels: number of pixels of an image.
     """
     with full_precision(mean_BCHW):

@@ -37,9 +37,9 @@ def no_gather() -> Iterator[None]:
 def gather(x_BE: Tensor) -> Tensor:
     """Return the rows of all ranks in rank order, (N, E) or with any other trailing shape; differentiable.
 
-    Ranks may have different numbers of rows, also none; the counts are exchanged through a host (gloo) group, so that
-    the device is not waited for. Without an initialised process group, on one rank, and within `no_gather()`, return
-    the input itself. All ranks must call it equally often.
+    Ranks may have different numbers of rows, also none; the counts are exchanged through a host (gloo) group, without
+    waiting for the device. Without an initialised process group, on one rank, and within `no_gather()`, return the
+    input itself. All ranks must call it equally often.
 
     Raises ValueError where trailing shapes differ between ranks.
     """
@@ -52,7 +52,7 @@ def gather_padded(x_BTE: Tensor, mask_BT: Tensor) -> tuple[Tensor, Tensor]:
     """Return the sequences of all ranks in rank order, (N, T, E), and their mask (N, T); differentiable.
 
     Ranks may pad to different lengths: padding is not sent, and the result is padded with zeros to the longest sequence
-    of all. The mask must be True on the first tokens of every row. Where `gather` returns its input, so does this.
+    of all. The mask must be True on the first tokens of every row. Returns its input in the same cases as `gather`.
 
     Raises ValueError where E differs between ranks.
     """

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 from medvl.common.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
-    from medvl.common.checks import check_choice as check_choice
+    from medvl.common.checks import check_choice as check_choice, check_within as check_within
     from medvl.models.base import (
         EncoderArguments as EncoderArguments,
         System as System,
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
         train_manifests as train_manifests,
         warm_start as warm_start,
     )
-    from medvl.models.config_checks import check_within as check_within
     from medvl.models.downstream.change_classifier import (
         ChangeClassifier as ChangeClassifier,
         ChangeClassifierConfig as ChangeClassifierConfig,

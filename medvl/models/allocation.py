@@ -25,7 +25,7 @@ class AllocationLimit(TorchDispatchMode):
     allocated.
 
     Args:
-        elements: of the weights.
+        elements: number of elements of the weights.
         error: raised within the context where the limit is exceeded.
     """
 

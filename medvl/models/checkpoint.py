@@ -59,7 +59,7 @@ def save(
         run: how the model was trained (recipe, data, versions); JSON values only. The manifest of the training data,
             under `train_manifest`, gets a file of its own, and so do those of the encoders' earlier training
             (`Encoder.trained_on`): evaluators refuse data that shares a patient with one of them.
-        licence, results: for the card (`medvl.models.card`).
+        licence, results: entries of the card (`medvl.models.card`).
         weights: False leaves out `model.safetensors`, where ranks write the weights in parts (`medvl.models.weights`).
     """
     run = dict(run or {})
@@ -244,7 +244,7 @@ def described_model(folder: Path | str) -> Mapping[str, Any]:
 
 
 def _check_start(model: System, folder: Path | str, *, words: bool = True) -> Path:
-    """Return the folder of a complete checkpoint; with `words`, one whose vocabulary is that of the model.
+    """Return the folder of a complete checkpoint; with `words`, one with the vocabulary of the model.
 
     Raises CheckpointError otherwise.
     """
@@ -282,12 +282,12 @@ def detector_of(folder: Path | str) -> str | None:
 
 
 def _encoders(model: nn.Module) -> list[Any]:
-    """Return the modules that record what they were trained on: encoders, and the parts of image generators."""
+    """Return the modules that record their training data: encoders, and the parts of image generators."""
     return [module for module in model.modules() if "trained_on" in vars(module)]
 
 
 def _record_training(model: nn.Module, folder: Path) -> None:
-    """Record in the encoders of a model what the checkpoint that they were loaded from was trained on."""
+    """Record in the encoders of a model the training data of the checkpoint that they were loaded from."""
     training = tuple(_read_training(folder))
     for encoder in _encoders(model):
         encoder.trained_on = training

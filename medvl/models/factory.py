@@ -95,7 +95,7 @@ def _without_folder(model: System) -> System:
 def _open_tokenizer(
     tokenizer: Tokenizer | Path | str | None, folder: Path | None, config: Any, pretrained: bool
 ) -> Tokenizer | None:
-    """Return the given tokenizer, or that of `folder`, or with `pretrained` that of the text encoder."""
+    """Return the given tokenizer, or the one of `folder`, or with `pretrained` the one of the text encoder."""
     if tokenizer is None and folder is not None and has_tokenizer(folder):
         tokenizer = folder
     if tokenizer is None and pretrained:

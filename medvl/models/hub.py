@@ -1,5 +1,6 @@
 """Models in folders and on the Hugging Face hub, by the names that transformers and open_clip use."""
 
+import fnmatch
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -79,7 +80,7 @@ def save_pretrained(
         folder: must not exist, or be empty.
         licence: SPDX identifier of the weights' licence for the card, such as "mit"; None: not stated.
         results: metric -> value for the card.
-        run: how the model was trained (`medvl.models.save`); None takes what the model was loaded with.
+        run: how the model was trained (`medvl.models.save`); None: the record that the model was loaded with.
 
     Raises ConfigError if the folder has files.
     """
@@ -116,7 +117,7 @@ def push_to_hub(
         private: whether a new repository is private. The hub's own default is public.
         revision: existing branch; None is the default branch.
         message: title of the commit.
-        token: of the hub; None takes the one of `hf auth login`, or $HF_TOKEN.
+        token: token of the hub; None takes the one of `hf auth login`, or $HF_TOKEN.
         licence, results: as in `save_pretrained`.
 
     Raises:
@@ -149,8 +150,6 @@ def list_pretrained(match: str = "*") -> list[tuple[str, str]]:
     pretrained=True)` starts from them. Complete systems that others published are read from their files by
     `medvl import` (`medvl import --list`). `match` is a wildcard for the encoder's name.
     """
-    import fnmatch
-
     presets: Mapping[str, Any] = {**IMAGE_PRESETS, **TEXT_PRESETS}
     named = {name: preset.weights for name, preset in presets.items() if preset.weights is not None}
     return [(name, f"{named[name].hub_id}@{named[name].revision}") for name in sorted(fnmatch.filter(named, match))]

@@ -2,8 +2,8 @@
 
     model = interpolate("checkpoints/siglip", "runs/siglip-mimic/best", 0.5)
 
-Continued training on radiographs makes a model forget what it could do before. A point on the line between the start
-and the end keeps most of both; choose the share on validation data of both kinds.
+Continued training on radiographs degrades a model's earlier abilities. A point between the start and the end keeps most
+of both; choose the share on validation data of both kinds.
 """
 
 from collections.abc import Iterator
@@ -19,9 +19,9 @@ from medvl.models.checkpoint import load
 
 
 def interpolate(start: Path | str, end: Path | str, share: float) -> System:
-    """Return the model of `end` with each weight at this share of the way from that of `start`: 0 is the start.
+    """Return the model of `end` with weights interpolated from those of `start` (share 0) to those of `end` (share 1).
 
-    Counters and other integers are those of `end`. The model's encoders have the training manifests of both, so that
+    Counters and other integers are copied from `end`. The model's encoders have the training manifests of both, so that
     evaluations refuse the patients of either.
 
     Raises ConfigError for a share outside of [0, 1], CheckpointError as `load` does, or where the two are not the same

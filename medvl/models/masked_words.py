@@ -74,7 +74,7 @@ class WordHead(nn.Module):
         tied: use the text encoder's table of word embeddings, passed to `forward`, as the linear layer's matrix.
         table_width: width of that table, where it is another one (ALBERT).
         approximate: "tanh" for the approximation of GELU in ALBERT.
-        eps: of the LayerNorm.
+        eps: epsilon of the LayerNorm.
     """
 
     def __init__(

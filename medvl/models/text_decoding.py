@@ -12,8 +12,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from medvl.common.checks import check_within
 from medvl.errors import ConfigError
-from medvl.models.config_checks import check_within
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,6 +1,6 @@
 """The application: a page, and an API of forms and JSON that the page uses.
 
-    GET  /api/models      what is served
+    GET  /api/models      the served models
     POST /api/view        the image for display, with its window
     POST /api/scores      findings            (text=... for each)
     POST /api/heatmap     a map of one text   (text=...)
@@ -8,7 +8,7 @@
     POST /api/report      a generated report
     POST /api/neighbors   the most similar images of the gallery
 
-Every POST is a form with the file `image`, see `medvl.serve.requests`; nothing of it is kept after the answer. Errors
+Every POST is a form with the file `image`, see `medvl.serve.requests`; the file is not kept after the response. Errors
 are `{"error": {"code", "message"}}`.
 """
 
@@ -86,7 +86,7 @@ class _Served:
         self._described = [served.describe() for served in models]
 
     async def describe(self) -> JSONResponse:
-        """Return what is served."""
+        """Return the served models."""
         prompts = self._models[0].prompts
         return JSONResponse(
             {
@@ -99,7 +99,7 @@ class _Served:
         )
 
     def route(self, answer: Answer) -> Callable[[Request], Awaitable[Response]]:
-        """Return the route of a function that answers requests about an image."""
+        """Return the route of a function that handles requests about an image."""
 
         async def respond(request: Request) -> Response:
             try:
@@ -120,21 +120,21 @@ class _Served:
 
     async def scores(self, request: ImageRequest) -> Any:
         """Return the scores of the findings by each model."""
-        return await self._ask_encoded(request, lambda served, image: served.scores(image, request.texts))
+        return await self._run_encoded(request, lambda served, image: served.scores(image, request.texts))
 
     async def heatmap(self, request: ImageRequest) -> Any:
         """Return a map of one text by each model."""
         text = _only(request)
-        return await self._ask(request, lambda served, pixels: served.heatmap(pixels, text))
+        return await self._run(request, lambda served, pixels: served.heatmap(pixels, text))
 
     async def answer(self, request: ImageRequest) -> Any:
         """Return the answers to a question."""
         question = _only(request)
-        return await self._ask(request, lambda served, pixels: served.answer(pixels, question))
+        return await self._run(request, lambda served, pixels: served.answer(pixels, question))
 
     async def report(self, request: ImageRequest) -> Any:
         """Return a report by each model that writes."""
-        return await self._ask(request, lambda served, pixels: served.report(pixels))
+        return await self._run(request, lambda served, pixels: served.report(pixels))
 
     async def neighbors(self, request: ImageRequest) -> Any:
         """Return the most similar images of the gallery by each model."""
@@ -142,26 +142,26 @@ class _Served:
         if gallery is None:
             raise Refused(404, "not_found", "the server was started without a gallery")
         number = {id(served): index for index, served in enumerate(self._models)}
-        return await self._ask_encoded(
+        return await self._run_encoded(
             request, lambda served, image: gallery.neighbors(number[id(served)], served.embedding(image))
         )
 
-    async def _ask(self, request: ImageRequest, ask: Callable[[ServedModel, Any], Any]) -> Any:
-        """Return the answer of each model to an image."""
+    async def _run(self, request: ImageRequest, function: Callable[[ServedModel, Any], Any]) -> Any:
+        """Return the result of each model for an image."""
         decoded = await self._engine.decode(lambda: images.decode(request))
 
         async def run(served: ServedModel) -> Any:
-            return await self._engine.infer(lambda: ask(served, decoded.pixels))
+            return await self._engine.infer(lambda: function(served, decoded.pixels))
 
         return {"models": await each_model(self._models, run)}
 
-    async def _ask_encoded(self, request: ImageRequest, ask: Callable[[ServedModel, Encoded], Any]) -> Any:
-        """Return the answer of each model to an image, which is encoded together with those of other requests."""
+    async def _run_encoded(self, request: ImageRequest, function: Callable[[ServedModel, Encoded], Any]) -> Any:
+        """Return the result of each model for an image, which is encoded together with those of other requests."""
         decoded = await self._engine.decode(lambda: images.decode(request))
 
         async def run(served: ServedModel) -> Any:
             image_1CHW = await self._engine.decode(lambda: served.prepare(decoded.pixels))
-            return await self._engine.together(self._pending[id(served)], image_1CHW, lambda row: ask(served, row))
+            return await self._engine.together(self._pending[id(served)], image_1CHW, lambda row: function(served, row))
 
         return {"models": await each_model(self._models, run)}
 
@@ -189,7 +189,7 @@ def _bad_input(error: MedvlError) -> JSONResponse:
 
 
 def _unexpected(error: Exception) -> JSONResponse:
-    """Answer a defect; its place is logged, its message is not, which may quote what a client sent."""
+    """Return the response to an unexpected error; only its place is logged, as its message may quote the request."""
     frames = traceback.extract_tb(error.__traceback__)
     where = f"{frames[-1].filename}:{frames[-1].lineno}" if frames else "unknown"
     _log.error("%s at %s", type(error).__name__, where)

@@ -5,6 +5,7 @@ import ipaddress
 import os
 import secrets
 
+from medvl.common.checks import check_within
 from medvl.errors import ConfigError
 
 TOKEN_VARIABLE = "MEDVL_SERVE_TOKEN"
@@ -20,7 +21,7 @@ class ServeConfig:
     port: int = 8765
     """Port to listen on; 0 takes a free one."""
     token: str | None = None
-    """Token that requests must carry, at least 16 characters; None: that of the environment variable
+    """Token that requests must carry, at least 16 characters; None: the value of the environment variable
     MEDVL_SERVE_TOKEN, else none on this machine and a random one elsewhere."""
     max_megabytes: int = 40
     """Largest upload; a radiograph has 5 to 30 MB."""
@@ -40,13 +41,10 @@ class ServeConfig:
         if self.token is not None and (len(self.token) < _SHORTEST_TOKEN or not self.token.isascii()):
             message = f"expected a token of {_SHORTEST_TOKEN} ASCII characters or more, got {len(self.token)}"
             raise ConfigError(message, "out_of_range", field="token")
-        if not 0 <= self.port <= 65535:
-            raise ConfigError(f"expected a port from 0 to 65535, got {self.port}", "out_of_range", field="port")
-        if not 0 <= self.batch_wait <= 1:
-            raise ConfigError(f"expected 0 to 1 seconds, got {self.batch_wait}", "out_of_range", field="batch_wait")
-        for field in ("max_megabytes", "requests_per_minute", "waiting", "upload_seconds", "batch"):
-            if not getattr(self, field) > 0:
-                raise ConfigError(f"expected more than 0, got {getattr(self, field)}", "out_of_range", field=field)
+        check_within(self, "[0, 65535]", "port")
+        check_within(self, "[0, 1]", "batch_wait")
+        positive = ("max_megabytes", "requests_per_minute", "waiting", "upload_seconds", "batch")
+        check_within(self, "(0, inf)", *positive)
 
     @property
     def max_bytes(self) -> int:

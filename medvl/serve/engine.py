@@ -1,4 +1,4 @@
-"""Work of requests: decoding in a few threads, models in one, and a bound on how much waits."""
+"""Execution of requests: decoding in a few threads, models in one thread, and a limit on waiting requests."""
 
 import asyncio
 import collections
@@ -22,7 +22,7 @@ class Pending:
     Args:
         encode: function of a list of images that returns a list of the same length.
         most: images of one call.
-        wait: seconds that the first image waits for others while nothing else is under way.
+        wait: seconds that the first image waits for others while no other work is in progress.
     """
 
     def __init__(self, encode: Callable[[list[Any]], list[Any]], most: int, wait: float) -> None:
@@ -35,11 +35,11 @@ class Engine:
     """Threads of the server.
 
     One thread calls the models, so that requests are served in the order of their arrival. Images of several requests
-    are encoded in one call (`together`). A request must hold a place (`place`) from before it is read until it is
-    answered; all places together bound the uploads in memory.
+    are encoded in one call (`together`). A request holds a place (`place`) from before it is read until it is answered;
+    the number of places limits the uploads in memory.
 
     Args:
-        waiting: places besides that of the request that is served.
+        waiting: number of requests that may wait besides the one being served.
     """
 
     def __init__(self, waiting: int) -> None:
@@ -49,7 +49,7 @@ class Engine:
 
     @contextlib.contextmanager
     def place(self) -> Iterator[None]:
-        """Hold a place. Raises `Refused` where none is left."""
+        """Hold a place within the context. Raises `Refused` if none is left."""
         if not self._places:
             raise Refused(429, "busy", "the server is busy; try again in a few seconds", 2)
         self._places -= 1
@@ -67,7 +67,7 @@ class Engine:
         return await asyncio.get_running_loop().run_in_executor(self._models, function)
 
     async def together(self, pending: Pending, image: Any, finish: Callable[[Any], Result]) -> Result:
-        """Encode an image in one call with those of other requests, then run a function of what it became.
+        """Encode an image in one call with those of other requests, then run a function on the result.
 
         Args:
             pending: images that wait for the same model.
@@ -83,7 +83,7 @@ class Engine:
         return await future
 
     async def _serve(self, pending: Pending) -> None:
-        """Answer what waits, batch by batch, until nothing does."""
+        """Encode waiting images batch by batch until none is left."""
         taken: list[_Item] = []
 
         def run() -> list[tuple[Any, Exception | None]]:
@@ -92,24 +92,24 @@ class Engine:
 
         try:
             await asyncio.sleep(pending.wait)
-            while pending.waiting:  # while the thread was busy, more may have come
+            while pending.waiting:  # more may have arrived while the thread was busy
                 results = await self.infer(run)
                 for (_, _, future), (result, error) in zip(taken, results, strict=True):
                     _settle(future, result, error)
-        except Exception as error:  # nobody may wait forever
+        except Exception as error:  # no request may wait forever
             for _, _, future in (*taken, *pending.waiting):
                 _settle(future, None, error)
             pending.waiting.clear()
             raise
 
     def close(self) -> None:
-        """End the threads after the work that has begun."""
+        """Stop the threads when their current work is finished."""
         self._models.shutdown(cancel_futures=True)
         self._decoders.shutdown(cancel_futures=True)
 
 
 def _run_batch(encode: Callable[[list[Any]], list[Any]], items: list[_Item]) -> list[tuple[Any, Exception | None]]:
-    """Return the result or the error of each item; where a batch fails, its images are tried one by one."""
+    """Return the result or the error of each item; if a batch fails, its images are tried one by one."""
     try:
         encoded: list[Any] = encode([image for image, _, _ in items])
     except Exception as error:
@@ -126,7 +126,7 @@ def _run_batch(encode: Callable[[list[Any]], list[Any]], items: list[_Item]) -> 
 
 
 def _settle(future: "asyncio.Future[Any]", result: Any, error: Exception | None) -> None:
-    """Hand over a result or an error, unless the request is gone."""
+    """Set the result or the error of a future, unless its request was cancelled."""
     if future.done():
         return
     if error is not None:

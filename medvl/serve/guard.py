@@ -1,6 +1,6 @@
-"""What a request must pass before it is read: addresses, token, rate, and the headers of every answer.
+"""Checks of a request before it is read (addresses, token, rate), and the headers of every response.
 
-Nothing here logs or returns anything that a client has sent.
+Nothing that a client has sent is logged or returned.
 """
 
 import hmac
@@ -34,11 +34,11 @@ _HEADERS = {
 
 
 class Refused(Exception):
-    """A request that is not served.
+    """Error response to a request.
 
     Attributes:
         status: HTTP status.
-        code, message: fields of the answer.
+        code, message: fields of the response.
         retry_after: seconds after which it may be sent again, None: never.
     """
 
@@ -47,7 +47,7 @@ class Refused(Exception):
         self.status, self.code, self.message, self.retry_after = status, code, message, retry_after
 
     def response(self) -> JSONResponse:
-        """Return the answer."""
+        """Return the response."""
         headers = {} if self.retry_after is None else {"retry-after": str(math.ceil(self.retry_after))}
         if self.status == 401:
             headers["www-authenticate"] = "Bearer"
@@ -78,8 +78,8 @@ class Guard:
     """ASGI middleware around the application.
 
     Every path under /api needs the token and counts for the rate. On this machine alone, only its own names are
-    accepted as host, so that no page on the web can reach the server under a name of its own (DNS rebinding); nowhere
-    is a request of another origin accepted.
+    accepted as host, so that no page on the web can reach the server under a name of its own (DNS rebinding); requests
+    of other origins are never accepted.
     """
 
     def __init__(self, app: ASGIApp, config: ServeConfig) -> None:
@@ -111,7 +111,7 @@ class Guard:
         _log.info("%s %s %d %.0f ms", _method(scope), route, status, 1000 * (time.perf_counter() - started))
 
     def _check(self, scope: Scope) -> None:
-        """Raise `Refused` for a request that may not pass."""
+        """Raise `Refused` for a request that fails a check."""
         headers = Headers(scope=scope)
         host = headers.get("host", "")
         if self._config.is_local and _name_of(host) not in (*_LOCAL_NAMES, self._config.host):

@@ -1,4 +1,4 @@
-"""Uploaded images: pixels as a model gets them, and values that a viewer applies a window to."""
+"""Uploaded images: pixels for the models, and values for a viewer with an adjustable window."""
 
 import base64
 import dataclasses
@@ -21,7 +21,7 @@ _SHOWN = ("modality", "view_position", "body_part", "laterality", "photometric_i
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False, slots=True)
 class Decoded:
-    """An image as its file, or the window of a request, renders it."""
+    """An image, rendered with the window of its file or of the request."""
 
     pixels: np.ndarray
     """uint8 (H, W), or (H, W, 3) for a colour photograph."""
@@ -47,7 +47,7 @@ def decode(request: ImageRequest) -> Decoded:
 
 
 def view(request: ImageRequest) -> dict[str, Any]:
-    """Return what the page needs to show an image and to apply windows to it, as JSON values.
+    """Return the data with which the page shows an image and applies windows to it, as JSON values.
 
     `pixels` is the image as the file renders it, uint8 in `channels`. `window` has its `values` before a window, uint16
     in little endian: 0 is padding, 1 to 65535 are `low` to `high`; it is None for colour, which has no window. Both are

@@ -1,4 +1,4 @@
-"""Models behind the server: what each can do, and its results as JSON values.
+"""Models of the server: their abilities, and their results as JSON values.
 
 All methods but `prepare` run in the one thread of `medvl.serve.engine`.
 """
@@ -33,7 +33,7 @@ from medvl.models.text_decoding import Decoding
 from medvl.schema import Embeddings
 
 Encoded = Embeddings | torch.Tensor
-"""One image behind a model's image encoder: embeddings of one row, or (1, L) probabilities of a classifier."""
+"""One encoded image: embeddings of one row, or (1, L) probabilities of a classifier."""
 _MAP_SIDE = 256
 _PLACES = (
     ("upper left", "upper middle", "upper right"),
@@ -43,17 +43,17 @@ _PLACES = (
 
 
 class ServedModel:
-    """A model, the prompts that it scores findings with, and its calibration.
+    """A served model with its prompts and calibration.
 
     Args:
         title: name on the page.
         model: in eval mode.
         prompts: findings that the page offers.
-        calibration: of the model under these prompts; None: none.
-        uncalibrated: why there is no calibration.
+        calibration: calibration of the model for these prompts, or None.
+        uncalibrated: reason for a missing calibration.
 
     Attributes:
-        abilities: what the model can do: scores, heatmap, answer, report, neighbors.
+        abilities: whether the model supports scores, heatmap, answer, report and neighbors.
     """
 
     def __init__(
@@ -248,7 +248,7 @@ _BLACK = np.zeros((64, 64), np.uint8)
 async def each_model(
     models: Sequence[ServedModel], run: Callable[[ServedModel], Awaitable[Any]]
 ) -> list[Mapping[str, Any]]:
-    """Return the result of every model, or its error, so that one that cannot do something does not hide the other."""
+    """Return the result or the error of every model, so that the failure of one does not hide the other's result."""
 
     async def one(served: ServedModel) -> Mapping[str, Any]:
         try:

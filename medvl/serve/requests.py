@@ -1,4 +1,4 @@
-"""Reading a request: a bounded form that never touches a disk, and its fields."""
+"""Reading of requests: forms of limited size, kept in memory, and their fields."""
 
 import asyncio
 import dataclasses

@@ -1,4 +1,4 @@
-"""The server's process: loads models, embeds the gallery, listens."""
+"""Process of the server: load models, embed the gallery, listen."""
 
 import dataclasses
 import logging
@@ -54,7 +54,7 @@ def serve(
     settings = uvicorn.Config(
         app,
         log_config=None,
-        access_log=False,  # would log the paths that clients invent
+        access_log=False,  # would log the paths of requests, which clients can choose freely
         proxy_headers=False,  # a client could name another address with each request
         server_header=False,
         limit_concurrency=_MOST_CONNECTIONS,
@@ -103,7 +103,7 @@ def listen(config: ServeConfig) -> socket.socket:
 
 
 def _announce(models: Sequence[ServedModel], config: ServeConfig, port: int, scheme: str) -> None:
-    """Log what is served and where; the token is part of the address's fragment, which browsers do not send."""
+    """Log the models and the address; the token is in the fragment of the address, which browsers do not send."""
     log = logging.getLogger("medvl.serve")
     for served in models:
         able = ", ".join(name for name, able in served.abilities.items() if able)

@@ -29,8 +29,8 @@ class ClassifierRecipe:
     tokenizer: Path | None = None
     """Without `init_from`: folder of a tokenizer; None uses the text encoder's own from the hub."""
     modalities: Literal["image_text", "image", "text"] = "image_text"
-    """What the classifier reads. Labels that come from the report are nearly solved by reading it: compare with "text"
-    and "image"."""
+    """Input of the classifier. Labels that were extracted from the report can mostly be read from its text: compare
+    with "text" and "image"."""
     head: Literal["mlp", "meter", "linear"] = "mlp"
     target: Literal["multi_label", "single_label"] = "multi_label"
     max_tokens: int | None = None

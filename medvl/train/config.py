@@ -5,32 +5,14 @@
 """
 
 import dataclasses
-import math
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
-from medvl.common.checks import check_choice
+from medvl.common.checks import check_choice, check_within
 from medvl.errors import ConfigError
 
 Interval = int | Literal["epoch"]
 """A number of steps, or the end of every epoch."""
-
-
-def _at_least(config: Any, low: float, *names: str) -> None:
-    """Raise ConfigError unless each named field is finite and at least `low`, or None or "epoch" where it may be."""
-    for name in names:
-        value = getattr(config, name)
-        if value is not None and value != "epoch" and not (math.isfinite(value) and value >= low):
-            raise ConfigError(f"{name} must be at least {low}, got {value}", "out_of_range", field=name)
-
-
-def _above(config: Any, low: float, *names: str, high: float = math.inf) -> None:
-    """Raise ConfigError unless each named field is None, or finite, above `low` and at most `high`."""
-    for name in names:
-        value = getattr(config, name)
-        if value is not None and not (math.isfinite(value) and low < value <= high):
-            limit = "" if high == math.inf else f" and at most {high}"
-            raise ConfigError(f"{name} must be above {low}{limit}, got {value}", "out_of_range", field=name)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,7 +23,7 @@ class Constant:
     """Steps of a linear warm-up to `lr`."""
 
     def __post_init__(self) -> None:
-        _at_least(self, 0, "warmup_steps")
+        check_within(self, "[0, inf)", "warmup_steps")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,7 +35,7 @@ class _Falling:
     min_lr: float = 0.0
 
     def __post_init__(self) -> None:
-        _at_least(self, 0, "warmup_steps", "min_lr")
+        check_within(self, "[0, inf)", "warmup_steps", "min_lr")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -79,8 +61,8 @@ class Plateau:
     """Steps of a linear warm-up to `lr`."""
 
     def __post_init__(self) -> None:
-        _above(self, 0, "factor", high=1)
-        _at_least(self, 0, "patience", "threshold", "min_lr", "warmup_steps")
+        check_within(self, "(0, 1]", "factor")
+        check_within(self, "[0, inf)", "patience", "threshold", "min_lr", "warmup_steps")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -93,9 +75,9 @@ class StepDecay:
     """Steps of a linear warm-up to `lr`."""
 
     def __post_init__(self) -> None:
-        _above(self, 0, "factor", high=1)
-        _at_least(self, 1, "epochs")
-        _at_least(self, 0, "warmup_steps")
+        check_within(self, "(0, 1]", "factor")
+        check_within(self, "[1, inf)", "epochs")
+        check_within(self, "[0, inf)", "warmup_steps")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -106,7 +88,7 @@ class CosineRestarts(_Falling):
 
     def __post_init__(self) -> None:
         _Falling.__post_init__(self)
-        _at_least(self, 1, "epochs")
+        check_within(self, "[1, inf)", "epochs")
 
 
 Schedule = Constant | Linear | Cosine | CosineRestarts | Plateau | StepDecay
@@ -140,9 +122,9 @@ class OptimConfig:
 
     def __post_init__(self) -> None:
         check_choice(self.optimizer, ("adam", "adamw", "lamb", "sgd"), "optimizer")
-        _above(self, 0, "lr", "eps", "clip_norm", "clip_value")
-        _above(self, 0, "layer_decay", high=1)
-        _at_least(self, 0, "momentum", "weight_decay")
+        check_within(self, "(0, inf)", "lr", "eps", "clip_norm", "clip_value")
+        check_within(self, "(0, 1]", "layer_decay")
+        check_within(self, "[0, inf)", "momentum", "weight_decay")
         if not all(0 <= beta < 1 for beta in self.betas):
             raise ConfigError(f"betas must be in [0, 1), got {self.betas}", "out_of_range", field="betas")
         low = getattr(self.schedule, "min_lr", 0.0)
@@ -234,10 +216,12 @@ class TrainConfig:
     def __post_init__(self) -> None:
         if self.epochs is None and self.steps is None:
             raise ConfigError("epochs and steps are both unset; give at least one", "missing", field="epochs")
-        _at_least(self, 1, "epochs", "steps", "global_batch", "accumulate", "grad_cache", "num_threads")
-        _at_least(self, 1, "early_stop_patience", "validate_every", "checkpoint_every", "keep_last", "log_every")
-        _at_least(self, 0, "seed", "nonfinite_budget", "rollbacks")
-        _above(self, 1, "spike_factor")
+        check_within(self, "[1, inf)", "epochs", "steps", "global_batch", "accumulate", "grad_cache", "num_threads")
+        check_within(self, "[1, inf)", "early_stop_patience", "keep_last", "log_every")
+        every = [name for name in ("validate_every", "checkpoint_every") if getattr(self, name) != "epoch"]
+        check_within(self, "[1, inf)", *every)
+        check_within(self, "[0, inf)", "seed", "nonfinite_budget", "rollbacks")
+        check_within(self, "(1, inf)", "spike_factor")
         check_choice(self.precision, ("fp32", "bf16", "fp16"), "precision")
         check_choice(self.device, ("auto", "cpu", "cuda"), "device")
         check_choice(self.best_mode, ("min", "max"), "best_mode")

@@ -36,7 +36,7 @@ class GenerationRecipe:
     init_from: Path | None = None
     """Checkpoint of a latent diffusion model to start from, such as an imported Stable Diffusion."""
     autoencoder: Path | None = None
-    """Checkpoint of the system `autoencoder`, in place of that of `init_from`."""
+    """Checkpoint of the system `autoencoder`, in place of the autoencoder of `init_from`."""
     text_from: Path | None = None
     """Checkpoint with the text encoder to start from, of any system."""
     pretrained: bool

@@ -61,7 +61,7 @@ def pretraining_run(name: str, make_data: str, phantom: str = "") -> "Callable[[
         make_data: command that makes the shards of the preset `paper`.
         phantom: commands that make those of `tiny` and train on them; default the data of `medvl phantom quickstart`.
 
-    The function raises ConfigError, which names both commands, if the shards are missing.
+    The returned function raises ConfigError, which names both commands, if the shards are missing.
     """
 
     def prepare(recipe: Recipe) -> "Run":

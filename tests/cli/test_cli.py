@@ -207,10 +207,10 @@ def test_nonempty_output_folder_is_not_modified(
 @pytest.mark.parametrize(
     ("option", "message"),
     [
-        (["--quality", "0"], "expected quality from 1 to 100"),
-        (["--short-side", "3"], "expected short_side from 16 to 8192, got 3"),
-        (["--max-skipped", "-1"], "expected max_skipped of 0 or more"),
-        (["--workers", "0"], "expected workers of 1 or more, got 0"),
+        (["--quality", "0"], "quality must be within [1, 100], got 0"),
+        (["--short-side", "3"], "short_side must be within [16, 8192], got 3"),
+        (["--max-skipped", "-1"], "max_skipped must be at least 0"),
+        (["--workers", "0"], "workers must be at least 1, got 0"),
     ],
 )
 def test_value_out_of_range_is_reported(option: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:

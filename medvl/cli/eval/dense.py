@@ -24,8 +24,8 @@ def detection(
     Args:
         valid: folder of shards of other patients, on which the score threshold is chosen; without it, no challenge
             score.
-        convention: of average precision: medvl takes equal scores as one step; coco and voc take them in order, and voc
-            adds a pixel to widths and has its own matching and recalls.
+        convention: convention of average precision: medvl treats equal scores as one step; coco and voc order them, and
+            voc adds a pixel to widths and has its own matching and recalls.
         examples: images with boxes on the page, and as many without.
     """
     from medvl.data.shards.source import ShardSource
@@ -65,9 +65,9 @@ def segmentation(
 
     Args:
         valid: folder of shards of other patients, on which thresholds are chosen; without it they are fixed.
-        empty: score of an image without a mask: 1 if the prediction is empty too, else 0; or leave such images out; or
-            smoothed as in LViT's code.
-        side: longer side of the images in which masks are compared; default that of the published images.
+        empty: score of an image without a mask: 1 if the prediction is empty too, else 0; or none, such images being
+            left out; or smoothed as in LViT's code.
+        side: longer side of the images in which masks are compared; default: the published size.
         other_texts: texts to compare with, for a model that reads text: none, or those of other images.
         examples: images with a mask on the page, and as many without.
     """

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class JudgeOptions:
+class ModelOptions:
     """Models of the evaluation; none may have been trained on a test patient."""
 
     classifier: Path
@@ -78,7 +78,7 @@ class ImageOptions:
 
 def generation(
     images: ImageOptions,
-    judge: JudgeOptions,
+    models: ModelOptions,
     comparison: ComparisonOptions,
     shared: RunOptions,
     label: LabelOptions,
@@ -109,20 +109,20 @@ def generation(
         folders=[*opened, *(each for each in (reconstructed, synthetic) if each is not None)],
         fit=comparison.fit,
         views=comparison.views,
-        checkpoints=judge.checkpoints(),
+        checkpoints=models.checkpoints(),
     )
-    models, details = _models(judge, opened[0], shared.device)
+    loaded, details = _models(models, opened[0], shared.device)
     folder = shared.out or images.generated[0].with_name(f"{images.generated[0].name}-eval")
     cache = comparison.cache or folder.parent / "features"
     result = evaluate_generation(
         opened,
         real,
-        models,
+        loaded,
         reconstructed=reconstructed,
         synthetic_train=synthetic,
         options=_options(comparison, shared, label),
         loading=LoaderOptions(batch=shared.batch, workers=shared.workers, cache=cache),
-        inputs=_hashes(judge),
+        inputs=_hashes(models),
         details=details,
     )
     page = functools.partial(write_generation_page, result, examples=examples)
@@ -130,31 +130,31 @@ def generation(
     publish_result(result, folder, page, name, str(images.test), result.table(), everything=shared.all)
 
 
-def _models(judge: JudgeOptions, images: "GeneratedImages", device: str) -> "tuple[GenerationModels, dict[str, Any]]":
-    """Return the models, and facts on them for the results."""
+def _models(options: ModelOptions, images: "GeneratedImages", device: str) -> "tuple[GenerationModels, dict[str, Any]]":
+    """Return the models, and facts about them for the results."""
     from medvl.eval.core.open import load_model, resolve_device, unsupported_model
     from medvl.eval.generation.evaluate import GenerationModels
-    from medvl.eval.generation.judge import classifier_of
+    from medvl.eval.generation.finding_classifier import classifier_of
     from medvl.eval.probing.features import ProbedEncoder
     from medvl.models.dual_encoders.bases.base import DualEncoder
 
-    if judge.features is not None and judge.encoder is not None:
+    if options.features is not None and options.encoder is not None:
         raise ConfigError("give --features or --encoder, not both", "conflict", field="features")
-    model = load_model(judge.classifier, device)
-    encoder, features = ProbedEncoder.from_model(model, name=f"{model.name} ({judge.classifier})"), None
-    if judge.features is not None:
-        other = load_model(judge.features, device)
-        features = ProbedEncoder.from_model(other, name=f"{other.name} ({judge.features})")
-    elif judge.encoder is not None:
-        features = ProbedEncoder.from_name(judge.encoder, pretrained=judge.image_weights or True)
+    model = load_model(options.classifier, device)
+    encoder, features = ProbedEncoder.from_model(model, name=f"{model.name} ({options.classifier})"), None
+    if options.features is not None:
+        other = load_model(options.features, device)
+        features = ProbedEncoder.from_model(other, name=f"{other.name} ({options.features})")
+    elif options.encoder is not None:
+        features = ProbedEncoder.from_name(options.encoder, pretrained=options.image_weights or True)
         features.module.to(resolve_device(device))
     models = GenerationModels(judge=encoder, classifier=classifier_of(model), features=features)
-    if judge.aligner is None:
+    if options.aligner is None:
         return models, {}
-    shared = _check_aligner(judge.aligner, judge.generator, images)
-    aligner = load_model(judge.aligner, device)
+    shared = _check_aligner(options.aligner, options.generator, images)
+    aligner = load_model(options.aligner, device)
     if not isinstance(aligner, DualEncoder):
-        raise unsupported_model(judge.aligner, aligner, "give the checkpoint of a dual-encoder", field="aligner")
+        raise unsupported_model(options.aligner, aligner, "give the checkpoint of a dual-encoder", field="aligner")
     return dataclasses.replace(models, aligner=aligner), {"aligner_text_weights_shared": shared}
 
 
@@ -187,10 +187,10 @@ def _options(comparison: ComparisonOptions, shared: RunOptions, label: LabelOpti
     )
 
 
-def _hashes(judge: JudgeOptions) -> dict[str, str | None]:
+def _hashes(options: ModelOptions) -> dict[str, str | None]:
     from medvl.eval.core.results import checkpoint_sha256
 
     return {
-        "checkpoint": checkpoint_sha256(judge.classifier),
-        "aligner": None if judge.aligner is None else checkpoint_sha256(judge.aligner),
+        "checkpoint": checkpoint_sha256(options.classifier),
+        "aligner": None if options.aligner is None else checkpoint_sha256(options.aligner),
     }

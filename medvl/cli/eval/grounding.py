@@ -24,7 +24,7 @@ def grounding(
         protocol: settings by name. biovil: similarity smoothed by 1.5 cells, thresholds on the cosines, removed pixels
             left out, absolute contrast; maco: the same with maps scaled to -1..1 and signed contrast; medvl: the
             defaults of the next four, which only it can be combined with.
-        maps: attention of words to regions, or similarity of the phrase with patches; default that of the model.
+        maps: attention of words to regions, or similarity of the phrase with patches; default: the model's own.
         unseen: pixels that the center crop removed: background (a finding there counts as missed; default), or left
             out.
         scale: range to which each map is scaled before thresholds: 0..1 (default), -1..1, or none.

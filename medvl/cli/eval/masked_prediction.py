@@ -18,8 +18,8 @@ def masked_prediction(
     (`medvl import bert_mlm`); the shards have texts.
 
     Args:
-        sections: sections of the reports; where a report has none of them, those that describe the image.
-        limit: first distinct sentences that are used; default all.
+        sections: sections of the reports; for a report without any of them, the sections that describe the image.
+        limit: maximum number of distinct sentences, from the start; default all.
         examples: wrong words of each kind on the page; 0 for a page without sentences.
     """
     from medvl.eval.core.open import load_model, open_source, unsupported_model

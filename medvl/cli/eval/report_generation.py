@@ -28,14 +28,14 @@ class DecodingOptions:
     beams: int = 1
     """above 1: also evaluate a beam search. It prefers "no abnormality", which has the fewest paraphrases"""
     max_tokens: int | None = None
-    """maximum length of a report; default that of training"""
+    """maximum length of a report; default: as in training"""
     length_penalty: float = 0.0
     """above 0 favours longer reports in the beam search"""
     block_ngrams: int = 0
-    """above 0: write no n-gram of this length twice"""
+    """above 0: never repeat an n-gram of this length"""
     samples: int = 0
-    """above 0: also sample as many reports per image and evaluate the one whose findings agree best with the others.
-    The labeler that selects also reads the findings of the metrics"""
+    """above 0: also sample this many reports per image and evaluate the one whose findings agree best with the others.
+    The same labeler selects the report and computes the metrics of findings"""
     seed: int = 0
     """seed of sampling"""
 
@@ -139,8 +139,8 @@ def report_generation(
     Args:
         data: folder of shards of patients that the model was not trained on.
         checkpoint: folder of a checkpoint, such as runs/r2gen-iu/best.
-        predictions: reports of another system instead of a checkpoint: JSON lines with key and generated, and without
-            --data also reference.
+        predictions: reports of another system instead of a checkpoint: JSON lines with key and generated, and also
+            reference if --data is not given.
         sections: sections of the references; those that the model was trained to generate.
         phantom_truth: folder of `medvl phantom mimic-cxr` that the shards are from: compare findings with what its
             images show, not with the labels of its reports.

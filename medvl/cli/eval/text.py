@@ -33,7 +33,7 @@ class TextEncoderOptions:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FinetuneOptions:
-    """Fine-tuning: the grid of which the best setting on the dev split is used, and what is read."""
+    """Grid of fine-tuning settings, of which the best one on the dev split is used, and the input of the head."""
 
     lrs: tuple[float, ...] = (1e-5, 3e-5, 5e-5)
     """learning rates"""
@@ -42,15 +42,15 @@ class FinetuneOptions:
     epochs: tuple[int, ...] = (20,)
     """numbers of epochs"""
     seeds: int | None = None
-    """fine-tunings with the chosen setting; default that of the paper: ten for BIOSSES, PubMedQA, BioASQ, else five"""
+    """fine-tunings with the chosen setting; default as in the paper: ten for BIOSSES, PubMedQA, BioASQ, else five"""
     relation_form: Literal["dummies", "markers", "original"] = "dummies"
-    """how a relation's text shows its two mentions"""
+    """form of the two mentions in the text of a relation"""
     relation_pool: Literal["first", "mentions", "starts"] = "first"
-    """what the head reads of a relation: the first token, both mentions, or their first tokens"""
+    """input of the head for a relation: the first token, both mentions, or their first tokens"""
     train_limit: int | None = None
-    """first training examples that are used; default all"""
+    """maximum number of training examples, from the start; default all"""
     bf16: bool = False
-    """16-bit matrix products"""
+    """use 16-bit matrix products"""
 
     def settings(self, resamples: int) -> "TextTaskOptions":
         """Return the settings of the evaluation."""
@@ -90,7 +90,7 @@ def text(
 
     Args:
         data: folder with a folder for each task.
-        task: names of tasks, or all whose folder exists; of these, incomplete ones are named and left out.
+        task: names of tasks; default all whose folder exists, of which incomplete ones are listed and skipped.
         out: folder for the output files; default eval/text in the run of the checkpoint.
         compare_random: also fine-tune the same encoder from random weights, with paired differences.
         examples: mistakes of each task on the page; 0 for a page without texts.

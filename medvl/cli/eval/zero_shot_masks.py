@@ -26,12 +26,12 @@ def zero_shot_masks(
     Args:
         valid: folder of shards of other patients, on which thresholds are chosen; without it they are 0.5.
         labels: findings; default all that have masks. The text of each is "There is FINDING."
-        maps: attention of statements to regions, or similarity with patches; default that of the model.
-        scale: what is done with each map: scaled to 0..1 within its image; its sigmoid, for log-odds such as RadZero's;
-            or nothing, for maps that are within 0..1 already.
+        maps: attention of statements to regions, or similarity with patches; default: the model's own.
+        scale: scaling of each map: to 0..1 within its image; by the sigmoid, for log-odds such as RadZero's; or none,
+            for maps that are within 0..1 already.
         smoothing: Gaussian smoothing of similarity maps, in cells of the grid.
         empty: score of an image without a mask, as in `medvl eval segmentation`.
-        side: longer side of the images in which masks are compared; default that of the published images.
+        side: longer side of the images in which masks are compared; default: the published size.
         examples: images with a mask on the page, and as many without.
     """
     from medvl.data.shards.source import ShardSource

@@ -43,11 +43,11 @@ class ConversionOptions:
     """storage format of the images"""
 
     def replace(self, **options: Any) -> "ConversionOptions":
-        """Return the same with other values of `ShardOptions`."""
+        """Return a copy with other values of `ShardOptions`."""
         return dataclasses.replace(self, options=dataclasses.replace(self.options, **options))
 
     def textless(self) -> "ConversionOptions":
-        """Return the same for a corpus of images without texts."""
+        """Return a copy for a corpus of images without texts."""
         return self.replace(keep_textless=True)
 
     def deidentifier(self) -> "Deidentifier":
@@ -237,7 +237,7 @@ def table(
         columns: names of its columns.
         shared: output, resources and storage format.
         name: name of the corpus.
-        image_root: folder that image paths are relative to; default that of the table.
+        image_root: folder that image paths are relative to; default: the folder of the table.
         where: keep only rows with these values, such as source=nih.
         splits: fractions of the splits, for a table without a split column.
         parse_reports: split each text into report sections.
@@ -354,7 +354,7 @@ def split_fractions(items: tuple[str, ...]) -> dict[str, float]:
 
 
 def _report(out: Path, manifests: "Mapping[str, Manifest]") -> list[str]:
-    """Return one line per split, the warnings of all splits, and what to do about them."""
+    """Return one line per split, the warnings of all splits, and advice about them."""
     from medvl.data.convert.conversion import Conversion
     from medvl.data.convert.private_folder import PrivateFolder
 

@@ -11,7 +11,7 @@ Splits = Literal["official", "repaired", "by-article"]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LViTSplits:
-    """How the corpora of LViT are divided."""
+    """Patients and splits of the corpora of LViT."""
 
     patients: Literal["image", "file"] = "image"
     """image treats every image as a patient, as the published splits do; file takes the patient (of MosMedData+ the
@@ -51,7 +51,7 @@ def monuseg(
     Args:
         root: folder with Train_Folder/, Val_Folder/ and Test_Folder/.
         shared: output, resources and storage format.
-        division: patients, which are those of TCGA in the file names, and splits.
+        division: patients (from the TCGA barcodes in the file names) and splits.
     """
     return _convert("monuseg", root, shared, division)
 

@@ -80,7 +80,7 @@ def regions(
         detector: fasterrcnn_resnet50_fpn or another Faster R-CNN of torchvision; grid:ENCODER for the cells of an image
             encoder; or folder of a checkpoint: the boxes of a detector, or the grid of another system's image encoder.
         options: weights of the detector and number of its regions.
-        name: name of the regions, a subfolder of SHARDS/regions; default: from that of the detector.
+        name: name of the regions, a subfolder of SHARDS/regions; default: derived from the detector's name.
         batch: images that the detector reads at once.
         workers: threads that decode images.
         full_precision: store features as float32 instead of float16.

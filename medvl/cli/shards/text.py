@@ -30,10 +30,10 @@ def text(
     Args:
         sources: files or folders of .txt, .jsonl or .xml (PubMed baseline), also as .gz; or folders of shards.
         run: output folder, budget, workers.
-        options: which documents are kept, and how they are cut.
+        options: selection of documents, and their division into blocks.
         files: format of the files.
         name: name of the corpus.
-        sections: of shards, only these sections, such as findings; default all.
+        sections: sections of the reports of shards, such as findings; default all.
         held_out: evaluation sets as NAME=PATH (file or folder): documents that share a run of 12 words with one of them
             are left out and counted.
         splits: fractions of the splits, by document; reports of shards keep their split.

@@ -1,4 +1,4 @@
-"""Questions and answers about images, as the VQA corpora have them.
+"""Questions and answers about images, in the form of the VQA corpora.
 
 A sample is an image; its questions are JSON objects in `Sample.extra["questions"]`. Each question has its own split,
 because some releases split questions instead of images (VQA-RAD). If the questions of one image are in several splits,

@@ -1,6 +1,6 @@
 """Identity of a conversion, stored in `OUT-private/plan.json`.
 
-A resumed run compares it with its own, and `medvl merge` compares that of all parts.
+A resumed run compares it with its own, and `medvl merge` compares those of all parts.
 """
 
 import contextlib

@@ -1,7 +1,7 @@
 """Interface of the engines: where the shards of a conversion are built. All of them write the same bytes.
 
 `local_engine.LocalEngine` uses the processes of this machine, `ray_engine.RayEngine` those of a Ray cluster. An engine
-decides nothing about content: a `ShardTask` has the records, the options and the file to write.
+does not affect the content: a `ShardTask` has the records, the options and the file to write.
 """
 
 from collections.abc import Generator, Iterable
@@ -15,10 +15,10 @@ Progress = Generator[tuple[ShardNote | None, int], None, None]
 
 
 class Engine(Protocol):
-    """Interface of what builds shards."""
+    """Interface of the engines."""
 
     def run(self, tasks: Iterable[ShardTask]) -> Progress:
-        """Build shards; a bounded number of tasks is taken ahead. Closing the generator stops the workers.
+        """Build shards; a limited number of tasks is queued. Closing the generator stops the workers.
 
         Raises ShardError when a worker died, and the error of a task that failed.
         """

@@ -59,8 +59,8 @@ def merge_parts(out: Path, folders: Sequence[Path], *, progress: bool = False) -
         progress: show a progress bar.
 
     Raises:
-        ConfigError: no part is given, the parts differ in corpus, options, salt or package versions, or `out` holds
-            something else.
+        ConfigError: no part is given, the parts differ in corpus, options, salt or package versions, or `out` has other
+            content.
         ShardError: a part is missing, given twice, unfinished or damaged.
         SplitError: a patient is in two splits.
     """

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from medvl.common.checks import check_choice
+from medvl.common.checks import check_choice, check_within
 from medvl.data.storage.location import is_address, locate
 from medvl.errors import ConfigError
 
@@ -37,12 +37,11 @@ class ShardOptions:
     that you trust: a link can bring any file that you can read into the shards."""
 
     def __post_init__(self) -> None:
-        _check_range("short_side", self.short_side, 16, 8192)
+        check_within(self, "[16, 8192]", "short_side")
         check_choice(self.image_format, ("jpg", "png"), "image_format")
-        _check_range("quality", self.quality, 1, 100)
-        _check_range("samples_per_shard", self.samples_per_shard, 1, 100_000)
-        if self.frame is not None and self.frame < 0:
-            raise ConfigError(f"expected frame of 0 or more, got {self.frame}", "out_of_range", field="frame")
+        check_within(self, "[1, 100]", "quality")
+        check_within(self, "[1, 100_000]", "samples_per_shard")
+        check_within(self, "[0, inf)", "frame")
 
     def stored(self) -> dict[str, Any]:
         """Return the options as the manifest stores them: `frame` and `follow_links` only where they are used."""
@@ -78,12 +77,8 @@ class ShardRun:
     its own and the same salt. `medvl merge` combines the parts. The budget applies to the part."""
 
     def __post_init__(self) -> None:
-        if self.max_skipped < 0:
-            raise ConfigError(
-                f"expected max_skipped of 0 or more, got {self.max_skipped:g}", "out_of_range", field="max_skipped"
-            )
-        if self.workers is not None and self.workers < 1:
-            raise ConfigError(f"expected workers of 1 or more, got {self.workers}", "out_of_range", field="workers")
+        check_within(self, "[0, inf]", "max_skipped")
+        check_within(self, "[1, inf)", "workers")
         check_choice(self.engine, ("local", "ray"), "engine")
         if self.engine == "ray" and importlib.util.find_spec("ray") is None:
             raise ConfigError("engine ray needs Ray; install medvl[ray]", "missing", field="engine")
@@ -124,8 +119,3 @@ def select_part(items: Sequence[T], part: str | None) -> Sequence[T]:
         return items
     number, parts = parse_part(part)
     return items[number - 1 :: parts]
-
-
-def _check_range(name: str, value: int, low: int, high: int) -> None:
-    if not low <= value <= high:
-        raise ConfigError(f"expected {name} from {low} to {high}, got {value}", "out_of_range", field=name)

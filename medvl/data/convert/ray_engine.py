@@ -61,7 +61,7 @@ class RayEngine:
     def _connect(self) -> None:
         import ray
 
-        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # Ray would report the use of the cluster to its makers
+        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # by default, Ray sends usage statistics
         where: dict[str, Any] = {"address": self.address}
         if self.address is None:
             where = {"address": "local", "num_cpus": self.workers, "include_dashboard": False}

@@ -1,7 +1,7 @@
 """Region features of a folder of shards, computed once by a frozen detector (`medvl regions`).
 
 Shards are read in order, and each becomes one file of regions (`medvl.data.shards.regions`). Batches never cross a
-shard, so that a resumed run writes the same bytes. In memory are two batches of images and the regions of one.
+shard, so that a resumed run writes the same bytes. Memory holds two batches of images and the regions of one batch.
 """
 
 import dataclasses
@@ -18,6 +18,7 @@ from typing import Any, Protocol
 import numpy as np
 from tqdm import tqdm
 
+from medvl.common.checks import check_within
 from medvl.common.files import write_atomic
 from medvl.common.folders import RunLock
 from medvl.common.untrusted import parse_json
@@ -74,10 +75,7 @@ class RegionOptions:
     """Budget of unreadable images: below 1 a fraction of the samples, else a number."""
 
     def __post_init__(self) -> None:
-        for name in ("batch", "workers"):
-            if getattr(self, name) < 1:
-                message = f"expected {name} of at least 1, got {getattr(self, name)}"
-                raise ConfigError(message, "out_of_range", field=name)
+        check_within(self, "[1, inf)", "batch", "workers")
 
 
 def write_regions(
@@ -141,13 +139,13 @@ class _Run:
         )
 
     def check_finished(self) -> RegionManifest:
-        """Return the manifest of finished regions. Raises ConfigError where they are others."""
+        """Return the manifest of finished regions. Raises ConfigError if they have other settings."""
         manifest = RegionManifest.read(self.folder)
         self._compare(_identity(manifest))
         return manifest
 
     def claim(self) -> None:
-        """Record what this run writes. Raises ConfigError where the folder holds the beginning of another run."""
+        """Record the settings of this run. Raises ConfigError if the folder has the beginning of another run."""
         path = self.folder / _PROGRESS / _PLAN
         path.parent.mkdir(exist_ok=True)
         if path.is_file():
@@ -259,7 +257,7 @@ class _Run:
 
 
 def _identity(manifest: RegionManifest) -> dict[str, Any]:
-    """Return what a resumed run must have in common with the one before."""
+    """Return the settings that a resumed run must share with the earlier one."""
     values = {"detector": manifest.detector_sha256, "shards": manifest.source, **manifest.settings}
     stored: dict[str, Any] = parse_json(json.dumps(values))  # as it is read back: lists for tuples
     return stored

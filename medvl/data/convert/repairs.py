@@ -1,4 +1,4 @@
-"""Find skipped images that may be readable by now, so that a resumed conversion reads them again."""
+"""Search for skipped images that may have become readable, so that a resumed conversion reads them again."""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -30,7 +30,7 @@ def _is_repaired(record: Record, skipped: SkippedImage, since: float) -> bool:
 
 
 def _change_time(path: Path) -> float:
-    """Return when a file, or a link to it, was last changed or put in its place; 0 where there is none."""
+    """Return the time of the last change of a file, or of a link to it; 0 if it does not exist."""
     try:
         return max(path.stat().st_ctime, path.lstat().st_ctime)
     except OSError:

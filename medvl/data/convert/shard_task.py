@@ -1,4 +1,4 @@
-"""The unit of work of a conversion: one shard, built by any process that sees the same files."""
+"""The unit of work of a conversion: one shard, built by any process that can read the same files."""
 
 import dataclasses
 from collections.abc import Callable

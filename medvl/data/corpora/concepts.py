@@ -7,7 +7,7 @@ tabs; the other lines are names of the concept:
     blunting <tab> manifestation of                    the concept is the relation's tail
     isa <tab> pleural disease                          the concept is its head
 
-Splits are by concept: validation measures concepts of which no fact was trained.
+Splits are by concept: the concepts of validation have no fact in training.
 """
 
 from collections.abc import Iterator, Mapping, Sequence

@@ -337,7 +337,7 @@ def _next_batch(batches: Iterator[Any]) -> Any:
 
 
 def _is_text(kind: Any) -> bool:
-    """Return whether an Arrow type is that of texts, as they are or by dictionary."""
+    """Return whether an Arrow type holds texts, plain or dictionary-encoded."""
     from pyarrow import types
 
     value = kind.value_type if types.is_dictionary(kind) else kind

@@ -1,7 +1,7 @@
 """Text alone, for pretraining text encoders: documents are de-duplicated, checked, and cut into blocks.
 
 A sample is a block of a document, without an image. `patient` is the salted hash of the document (of the patient, for
-reports from shards), so splits are disjoint by document; `study` is that of the block, `order` its place.
+reports from shards), so splits are disjoint by document; `study` is the study of the block, `order` its place.
 """
 
 import dataclasses
@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+from medvl.common.checks import check_within
 from medvl.common.untrusted import ANYWHERE
 from medvl.data.corpora.common.documents import Document
 from medvl.data.corpora.common.record_file import Records
@@ -19,7 +20,7 @@ from medvl.data.corpora.common.tables import Plan, Record
 from medvl.data.corpora.common.text_overlap import HashSet, HeldOutTexts, words_of
 from medvl.data.privacy.deidentify import Deidentifier
 from medvl.data.splits import DEFAULT_FRACTIONS, check_fractions, check_name, hash_split
-from medvl.errors import ConfigError, CorpusError
+from medvl.errors import CorpusError
 from medvl.schema import Sample
 
 SECTION = "text"
@@ -30,7 +31,7 @@ _SENTENCE_END = re.compile(r"[.!?][)\]\"']*$")
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class TextOptions:
-    """Which documents are kept, and how they are cut."""
+    """Selection of documents, and their division into blocks."""
 
     min_words: int = 0
     """Shorter documents are left out; PubMedBERT leaves out abstracts under 128 words."""
@@ -39,10 +40,7 @@ class TextOptions:
     500 tokens of a biomedical vocabulary; 0 never cuts."""
 
     def __post_init__(self) -> None:
-        for name in ("min_words", "block_words"):
-            if getattr(self, name) < 0:
-                message = f"expected {name} of 0 or more, got {getattr(self, name)}"
-                raise ConfigError(message, "out_of_range", field=name)
+        check_within(self, "[0, inf)", "min_words", "block_words")
 
 
 def plan(

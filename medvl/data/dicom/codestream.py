@@ -1,4 +1,4 @@
-"""Headers of compressed frames, to check what a decoder would allocate before it runs.
+"""Headers of compressed frames, for checks of the memory that a decoder would allocate.
 
 A frame of a few bytes can claim 65,535 x 65,535 pixels or millions of tiles and code blocks, whatever the DICOM header
 claims. JPEG: ISO 10918-1, annex B; JPEG-LS: ISO 14495-1, annex C; JPEG 2000: ISO 15444-1, annex A; RLE: DICOM
@@ -13,7 +13,7 @@ from typing import NamedTuple
 from medvl.errors import DicomError
 
 MAX_JPEG_SCANS = 64
-"""Limit of passes over a JPEG; libjpeg writes ten of a progressive one. A file of 2 MB can ask for 20,000."""
+"""Limit of passes over a JPEG; libjpeg writes ten for a progressive file. A file of 2 MB can require 20,000."""
 
 _MAX_JPEG_SEGMENTS = 10_000
 _JPEG_MARKER = re.compile(rb"\xff[\x01-\xcf\xd8-\xfe]")  # in compressed data, 0xFF is followed by 0x00 or a restart
@@ -61,7 +61,7 @@ def read_jpeg_header(frame: bytes) -> Codestream:
 
 
 def excess_of_scans(data: bytes) -> str:
-    """Return why a JPEG takes too long to decode, or an empty string: a dozen bytes ask for a pass over all pixels."""
+    """Return why a JPEG takes too long to decode, or an empty string: a dozen bytes require a pass over all pixels."""
     offset, scans = 2, 0
     for _ in range(_MAX_JPEG_SEGMENTS):
         match = _JPEG_MARKER.search(data, offset)

@@ -45,7 +45,7 @@ class Generation:
     train_fingerprints: tuple[str, ...]
     """`Manifest.fingerprint` of all data that the generator was trained on, in the order of `train_manifests.json`."""
     sampler: str
-    """"reconstruction": the images are those of the prompts' samples, encoded and decoded by an autoencoder."""
+    """"reconstruction": the real images of the prompts' samples, encoded and decoded by an autoencoder."""
     steps: int
     guidance: float
     """Scale of the classifier-free guidance; 1 is none."""

@@ -1,4 +1,4 @@
-"""Images as programs hold them, as uint8 pixels: paths, bytes of files, PIL, numpy, tensors, DICOM datasets."""
+"""Conversion of images to uint8 pixels: paths, bytes of files, PIL, numpy, tensors, DICOM datasets."""
 
 import os
 from collections.abc import Iterable

@@ -3,7 +3,7 @@
     finder = EntityFinder.of([("pleural effusion", 0), ("effusion", 1), ("lung", 2)])
     finder.find("No pleural effusion.")          # [Mention(start=3, end=19, entity=0)]
 
-- Of overlapping names the first one in the text is taken, and the longest of those that start there.
+- If names overlap, the first one in the text is used, and the longest of those that start at the same word.
 - Names match whole words only. A word is a run of letters and digits; every other character but white space is a word
   of its own, so that "x-ray" matches "x - ray", which is how WordPiece spells it.
 - Case and accents are ignored, because uncased vocabularies lose them. Names that a text without case cannot tell from
@@ -26,7 +26,7 @@ from typing import NamedTuple, Self
 import numpy as np
 
 MAX_WORDS = 10
-"""Most words of a name, punctuation included."""
+"""Maximum number of words of a name, punctuation included."""
 _WORD = re.compile(r"[^\W_]+|[^\w\s]|_")
 _MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)
 _FUNCTION_WORDS = """

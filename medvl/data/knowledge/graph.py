@@ -5,7 +5,7 @@
     knowledge.json  version of the format, sha256 of both files, their counts, and what they were made from
     entity_embeddings.safetensors     vectors of the entities (`medvl.data.knowledge.transe`), once they are trained
 
-All of it is text in UTF-8 but the embeddings. Names may be licensed: those of UMLS may not be passed on.
+All files except the embeddings are text in UTF-8. Names may be licensed: those of UMLS must not be redistributed.
 """
 
 import dataclasses
@@ -43,7 +43,7 @@ class KnowledgeGraph:
     """Hash of entities and triples, from `write_knowledge` or `read_knowledge`."""
 
     def finder(self) -> EntityFinder:
-        """Return a finder of all names. Of several entities with a name, one that prefers it comes first."""
+        """Return a finder of all names. If several entities share a name, one that prefers it takes precedence."""
         return EntityFinder.of(self._names_by_rank())
 
     def _names_by_rank(self) -> Iterator[tuple[str, int]]:

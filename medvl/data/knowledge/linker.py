@@ -1,4 +1,4 @@
-"""Entities of tokenized texts: which tokens mention which entity. B texts, T tokens, N entities of a text."""
+"""Entities of tokenized texts, and the tokens that mention them. B texts, T tokens, N entities of a text."""
 
 import itertools
 from collections.abc import Sequence
@@ -31,7 +31,7 @@ class EntityLinker:
     Args:
         finder: dictionary of the entities.
         tokenizer: the texts' tokenizer.
-        most: most entities of a text; later ones are left out.
+        most: maximum number of entities of a text; later ones are left out.
     """
 
     def __init__(self, finder: FindsEntities, tokenizer: Tokenizer, most: int = 24) -> None:

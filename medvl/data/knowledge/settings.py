@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from medvl.errors import ConfigError
+from medvl.common.checks import check_within
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -25,9 +25,7 @@ class UMLSOptions:
     """keep concepts without a relation to another kept one"""
 
     def __post_init__(self) -> None:
-        if self.min_mentions < 0:
-            message = f"min_mentions must be 0 or more, got {self.min_mentions}"
-            raise ConfigError(message, "out_of_range", field="min_mentions")
+        check_within(self, "[0, inf)", "min_mentions")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -46,9 +44,5 @@ class TransEConfig:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("dim", "margin", "negatives", "epochs", "batches", "lr"):
-            if not getattr(self, name) > 0:
-                raise ConfigError(f"{name} must be above 0, got {getattr(self, name)}", "out_of_range", field=name)
-        if not 0 <= self.valid_share < 1:
-            message = f"valid_share must be in [0, 1), got {self.valid_share}"
-            raise ConfigError(message, "out_of_range", field="valid_share")
+        check_within(self, "(0, inf)", "dim", "margin", "negatives", "epochs", "batches", "lr")
+        check_within(self, "[0, 1)", "valid_share")

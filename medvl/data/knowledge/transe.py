@@ -26,7 +26,7 @@ from medvl.errors import CorpusError
 
 EMBEDDINGS = "entity_embeddings.safetensors"
 _REPEATS = 20
-"""Most attempts to replace a negative that is a known triple."""
+"""Maximum number of attempts to replace a negative that is a known triple."""
 _SCORED = 1 << 26
 """Numbers in a table of distances, which limits the memory of the evaluation."""
 

@@ -163,7 +163,7 @@ class _Release:
                 yield cui, name, (row[2], row[4], row[6]) == ("P", "PF", "Y")
 
     def selects(self, source: str, suppress: str) -> bool:
-        """Return whether rows of a source and with such a flag are read."""
+        """Return whether rows with this source and this suppression flag are read."""
         of_source = not self.options.sources or source in self.options.sources
         return of_source and (self.options.suppressible or suppress in ("N", ""))
 
@@ -195,7 +195,7 @@ class _Release:
 
 
 def _number(cui: str) -> int:
-    """Return the number of a CUI. Raises CorpusError, without quoting what may be anything."""
+    """Return the number of a CUI. Raises CorpusError, whose message does not quote the value."""
     if not _CUI.fullmatch(cui):
         raise CorpusError("expected a CUI such as C0032227 in column CUI2", "malformed", field="CUI2")
     return int(cui[1:])

@@ -20,8 +20,8 @@ _HEIGHTS = (6, 64)
 def has_burned_in_text(image: NDArray[np.uint8]) -> bool:
     """Return whether the upper or lower quarter of an image has a line of at least nine letters.
 
-    A screen for warnings, with misses (dark text on white, handwriting) and false alarms. Images are (H, W), or
-    (H, W, C), of which the brightest channel is used.
+    A screen for warnings, with misses (dark text on white, handwriting) and false alarms. Images are (H, W) or
+    (H, W, C); the brightest channel of each pixel is used.
     """
     image_HW = image if image.ndim == 2 else image.max(axis=2)
     height = int(len(image_HW) * _BAND)

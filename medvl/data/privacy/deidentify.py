@@ -141,7 +141,7 @@ def cap_age(age: object) -> int | None:
 
 
 def _to_float(value: object) -> float:
-    """Return a number of any type as float; NaN for what is no number."""
+    """Return a number of any type as float; NaN for other values."""
     with contextlib.suppress(TypeError, ValueError, OverflowError):
         return float(value) if isinstance(value, SupportsFloat) else math.nan
     return math.nan

@@ -1,8 +1,8 @@
-"""Descriptions of findings by visual aspects, for systems that ask about several aspects of an entity (MAVL).
+"""Descriptions of findings by visual aspects, for systems with a query for each aspect of an entity (MAVL).
 
     describe_aspects("Pneumothorax")     # (description, "The opacity is ...", "The shape is ...", ...), 8 sentences
 
-MAVL has a language model write a sentence for each aspect of an entity. These are written by hand.
+In MAVL, a language model writes a sentence for each aspect of an entity. These sentences are written by hand.
 """
 
 from medvl.data.reports.entities import describe

@@ -1,9 +1,9 @@
-"""Descriptions of findings and classes of places, for systems that ask an image about a list of entities.
+"""Descriptions of findings and classes of places, for systems with a query for each entity of a list.
 
     describe("Pneumothorax")                       # "Air between the lung and the chest wall ..."
     positions_of(text, FINDINGS)                   # class of the place of each finding, of PLACES; -1 for none
 
-A place is that of `medvl.data.reports.statements`: a side and a zone. Mirrored images exchange the classes of sides
+A place is a side and a zone, as in `medvl.data.reports.statements`. Mirrored images exchange the classes of sides
 (`mirrored_positions`).
 """
 

@@ -56,7 +56,7 @@ PSEUDO_CUES: Table = (
     "(?:near|nearly|almost|near-complete|partial|incomplete|slow|some|ongoing) ~ (?:resolution|clearing)",
     "(?:document(?:ing)?|ensure|confirm(?:ing)?|verify|monitor|follow*|until|for|to|show) ~ (?:resolution|clearing)",
 )  # fmt: skip
-"""Phrases that look like a cue but are none: "no change in the effusion", "nearly resolved"."""
+"""Phrases that resemble a cue without being one: "no change in the effusion", "nearly resolved"."""
 
 CUES: tuple[CueTable, ...] = (
     CueTable(

@@ -3,7 +3,7 @@
     statements_of("Small left effusion. No pneumothorax.")
     # ["There is pleural effusion of the left side.", "There is no pneumothorax."]
 
-Published systems (RadZero, CARZero) have a large language model rewrite reports into such statements. Here the labeler
+In published systems (RadZero, CARZero), a large language model rewrites reports into such statements. Here the labeler
 writes one for each mention of a finding, with the side and the zone that its clause names: reproducible and offline.
 Statements of a language model are read from a file (`read_statements`).
 """

@@ -77,8 +77,8 @@ class Manifest:
     skipped_keys: tuple[tuple[str, str], ...]
     """(key, reason) of each skipped image."""
     warnings: Mapping[str, int]
-    """Counts of what was kept nevertheless: samples without an image (`no_image`), empty sections, possible identifiers
-    in a text, ... Repairs to the tables of the corpus are counted over all splits."""
+    """Counts of irregularities in stored samples: samples without an image (`no_image`), empty sections, possible
+    identifiers in a text, ... Repairs to the tables of the corpus are counted over all splits."""
     options: Mapping[str, Any]
     packages: Mapping[str, str]
     schema_version: int = SCHEMA_VERSION

@@ -149,7 +149,7 @@ class RegionManifest:
         return hashlib.sha256(json.dumps(content).encode()).hexdigest()
 
     def summary(self) -> dict[str, Any]:
-        """Return what a checkpoint records: a model works with regions of the same detector only."""
+        """Return the record for checkpoints: a model works with regions of the same detector only."""
         return {"detector": self.detector, "sha256": self.detector_sha256, "fingerprint": self.fingerprint}
 
     def write(self, folder: Path) -> None:

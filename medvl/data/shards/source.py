@@ -28,7 +28,7 @@ class ShardSource:
     Args:
         folder: folder of shards, or its address: s3://, gs://, az://, hf:// or https:// (`medvl.data.storage`).
         regions: name of the region features to read too (`medvl regions`); None for none.
-        cache: local cache of remote shards; default that of MEDVL_CACHE and MEDVL_CACHE_SIZE.
+        cache: local cache of remote shards; default: from MEDVL_CACHE and MEDVL_CACHE_SIZE.
 
     Attributes:
         region_manifest: manifest of the regions, None without.

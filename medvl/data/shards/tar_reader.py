@@ -36,8 +36,8 @@ class Member(NamedTuple):
 def read_members(stream: Readable, where: str) -> Iterator[Member]:
     """Yield the members of a tar from its start.
 
-    Raises ShardError, naming `where`, at the first header that is damaged or is not that of a sample's file, and where
-    the tar is truncated. The members before it have been yielded.
+    Raises ShardError, naming `where`, at the first header that is damaged or does not belong to a sample's file, and
+    where the tar is truncated. The members before it have been yielded.
     """
     offset = 0
     while True:

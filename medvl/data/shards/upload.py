@@ -1,7 +1,7 @@
 """Uploading shards to an object store: every file is read back and compared with its hash, the manifest comes last.
 
 A remote folder without a manifest is not finished, so an interrupted upload is never taken for a whole one. Run it
-again to resume: what is there already is compared and kept.
+again to resume: existing files are compared and kept.
 """
 
 import dataclasses
@@ -22,7 +22,7 @@ _THREADS = 4
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Upload:
-    """What was uploaded."""
+    """Result of an upload."""
 
     address: str
     files: int
@@ -126,7 +126,7 @@ def _send(file: _File, existing: dict[str, int], root: RemotePath) -> bool:
 
 
 def _remote_sha256(file: _File, size: int) -> str:
-    """Return the hash of what the store sends back; that of nothing where it is shorter."""
+    """Return the hash of the content in the store; "" if there is no such file."""
     content = hashlib.sha256()
     try:
         for block in store.stream(str(file.target), size, threads=1):

@@ -141,7 +141,7 @@ class Cache:
 
     @contextlib.contextmanager
     def turn(self) -> Iterator[bool]:
-        """Take one of the two turns of this machine for fetching in the background. Yields whether one was free."""
+        """Hold one of the two slots of this machine for fetching in the background. Yields whether one was free."""
         with self._lock("turn-0", wait=False) as first:
             if first:
                 yield True
@@ -155,7 +155,7 @@ class Cache:
         return CacheUse(len(entries), sum(size for _, _, size in entries))
 
     def clear(self) -> CacheUse:
-        """Remove every file that is not in use by a process that fetches it. Returns what was removed."""
+        """Remove every file that no process is fetching. Returns the removed number of files and bytes."""
         removed = self.use()
         for _, path, _ in self._entries():
             path.unlink(missing_ok=True)

@@ -19,7 +19,7 @@ class FolderFiles:
         self._sizes = folder.sizes() if isinstance(folder, RemotePath) else {}
 
     def map(self, function: Callable[[T], R], items: Iterable[T]) -> Iterator[R]:
-        """Yield `function` of each item, in threads where the folder is remote."""
+        """Yield `function(item)` of each item, in threads if the folder is remote."""
         is_remote = isinstance(self.folder, RemotePath)
         yield from store.map_threads(function, items) if is_remote else map(function, items)
 

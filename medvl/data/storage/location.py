@@ -1,7 +1,7 @@
 """Addresses of remote folders and files: `s3://bucket/mimic-cxr/train`, `https://host/roco/test`.
 
-Wherever medvl takes a folder of shards it takes an address too, as a string or as the `Path` that a command line makes
-of it (`Path("s3://bucket/x")` has one slash less, which is put back). `locate` decides which of the two was given.
+Wherever medvl takes a folder of shards it takes an address too, as a string or as the `Path` that a command line
+converts it to (`Path("s3://bucket/x")` has one slash less, which is put back). `locate` distinguishes the two.
 """
 
 import contextlib
@@ -21,7 +21,7 @@ _FORBIDDEN = re.compile(r"[\x00-\x1f\x7f?#*\[\]{}\\<>|\"'`$;&]|(?:^|/)\.\.(?:/|$
 
 
 class RemoteStat(NamedTuple):
-    """What is known of a remote file."""
+    """Status of a remote file."""
 
     st_size: int
 
@@ -76,7 +76,7 @@ class RemotePath:
 
     @property
     def can_write(self) -> bool:
-        """Whether files can be uploaded; to web servers they cannot."""
+        """Whether files can be uploaded, which web servers do not support."""
         return self.can_list
 
     def with_suffix(self, suffix: str) -> "RemotePath":

@@ -1,9 +1,9 @@
 """Requests to object stores and web servers through fsspec, repeated where that helps.
 
 A request that fails for reasons of the network (broken and refused connections, timeouts, incomplete responses, status
-408, 425, 429 and 5xx) is repeated with pauses of half a second, one, two, ... up to `MAX_PAUSE`. Errors that repeating
-cannot resolve raise at once: missing files, refused access, expired credentials. No exception of a library leaves this
-module: those quote addresses that servers redirect to, with signatures in them.
+408, 425, 429 and 5xx) is repeated with pauses of half a second, one, two, ... up to `MAX_PAUSE`. Errors that a
+repetition cannot resolve are raised at once: missing files, refused access, expired credentials. No exception of a
+library leaves this module: those quote addresses that servers redirect to, with signatures in them.
 """
 
 import errno
@@ -40,12 +40,12 @@ PACKAGES = {
 BLOCK = 8 * 2**20
 """Bytes of one request for a whole file."""
 THREADS = 16
-"""Requests at a time of one process."""
+"""Concurrent requests of one process."""
 RETRIES = 8
 """Repetitions of a failed request; the variable MEDVL_REMOTE_RETRIES sets another number."""
 FIRST_PAUSE, MAX_PAUSE = 0.5, 20.0
-"""Pauses between repetitions in seconds: the first, doubled each time, and the longest. With 8 repetitions a store that
-fails for about a minute is waited for."""
+"""Pauses between repetitions in seconds: the first, doubled each time, and the longest. With 8 repetitions, a request
+outlasts a failure of about a minute."""
 _WHOLE = 2**30  # bytes that a file of unknown size is given time for
 _CONNECT = 10.0  # seconds to connect
 _SILENCE, _LEAST_RATE = 30.0, 64 * 2**10  # a request may take 30 seconds and one for every 64 KiB
@@ -174,7 +174,7 @@ def map_threads(function: Callable[[T], R], items: Iterable[T], threads: int = T
 
 
 class _ShortError(Exception):
-    """An answer ended early."""
+    """A response ended early."""
 
 
 _opened: dict[tuple[int, str], Any] = {}
@@ -343,7 +343,7 @@ def _code(error: Exception) -> str | None:
 
 
 def _describe(error: Exception) -> str:
-    """Return what happened, without text of the library: it may quote an address with a signature."""
+    """Return a description of an error without the library's text, which may quote an address with a signature."""
     if isinstance(error, _ShortError):
         return str(error)
     status = _status(error)

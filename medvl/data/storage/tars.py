@@ -58,7 +58,7 @@ class RemoteTar(NamedTuple):
 
 
 def open_tars(paths: Sequence[Location], entries: Iterable[TarEntry], cache: Cache | None = None) -> Tars:
-    """Return the tars of a folder; remote ones use `cache`, by default that of the environment."""
+    """Return the tars of a folder; remote ones use `cache`, by default the cache of the environment."""
     local = [path for path in paths if not isinstance(path, RemotePath)]
     if len(local) == len(paths):
         return MappedTars(local)
@@ -147,7 +147,7 @@ class RemoteTars:
             except StorageError as error:
                 if error.code == "mismatch":
                     state.error = error  # the next read raises it
-                state.full_until = time.monotonic() + _PAUSE  # others are met, and repeated, by the reads themselves
+                state.full_until = time.monotonic() + _PAUSE  # other errors occur in the reads too, which repeat them
             except OSError:
                 state.full_until = time.monotonic() + _PAUSE
             state.queued.discard(number)

@@ -7,6 +7,7 @@ members that would fill the memory (sparse files, extended headers of gigabytes,
 
 import dataclasses
 import re
+import tarfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -95,8 +96,6 @@ def read_tar(tar: Location, suffixes: set[str]) -> Iterator[dict[str, Any]]:
 
     Raises ShardError where the tar is missing, damaged, compressed, or has a member over 256 MiB; StorageError.
     """
-    import tarfile
-
     from webdataset import tariterators
 
     def is_wanted(name: str) -> bool:

@@ -33,7 +33,7 @@ def read_text_task(root: Path | str, task: TextTask, relation_form: RelationText
     Args:
         root: folder with a folder for each task.
         task: one of `TASKS`.
-        relation_form: how the two mentions of a relation are shown, see `medvl.data.text_tasks.relations`.
+        relation_form: form of the two mentions of a relation, see `medvl.data.text_tasks.relations`.
 
     Raises CorpusError naming file, line and reason if the task is not there or a row is not as expected.
     """

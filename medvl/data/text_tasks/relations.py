@@ -1,4 +1,4 @@
-"""Texts of relations: how a sentence shows its two mentions to an encoder (Gu et al. 2021, Table 14).
+"""Texts of relations: forms of the two mentions in the input of an encoder (Gu et al. 2021, Table 14).
 
 * "dummies": each mention is replaced by its type, such as `@DRUG$`; overlapping ones by one word.
 * "markers": `<e1>`, `</e1>`, `<e2>`, `</e2>` around the mentions.

@@ -27,7 +27,7 @@ _MALFORMED = (AttributeError, LookupError, TypeError, ValueError, csv.Error, Ele
 
 @contextlib.contextmanager
 def at(place: Path | str) -> Iterator[None]:
-    """Raise CorpusError naming `place` for what is not as published. Values are not quoted: they may be from a note."""
+    """Raise CorpusError naming `place` for unexpected content. Values are not quoted: they may be from a note."""
     try:
         yield
     except _MALFORMED as error:

@@ -1,4 +1,4 @@
-"""Original releases of tagging tasks: a word with its tag a line, JNLPBA's IOB2 files, EBM-NLP's spans."""
+"""Original releases of tagging tasks: one word with its tag per line, JNLPBA's IOB2 files, EBM-NLP's spans."""
 
 from collections.abc import Sequence
 from pathlib import Path

@@ -2,7 +2,7 @@
 
 Splits that BLURB defines by lists are read from such lists beside the data: `train_pmid.tsv`, `dev_pmid.tsv`,
 `test_pmid.tsv` (EBM PICO, HoC), `train_files.tsv`, ... (DDI) and `train_id.tsv`, ... (BioASQ), with ids or file names
-separated by commas or lines. data_cards/blurb.md says which files a release has.
+separated by commas or lines. data_cards/blurb.md lists the files of each release.
 """
 
 import re
@@ -108,7 +108,7 @@ def _scibert_chemprot(folder: Path, task: TextTask) -> dict[Split, list[TextExam
 
 
 def marked_example(key: str, row: Mapping[str, Any]) -> TextExample:
-    """Return an example of SciBERT's ChemProt, whose mentions stand in << >> and [[ ]]."""
+    """Return an example of SciBERT's ChemProt, with its mentions in << >> and [[ ]]."""
     text, label = (row["text"], row["label"]) if "text" in row else (row["marked"], row["relation"])
     return TextExample(key=key, document=key, texts=(str(text),), label=str(label))
 
@@ -176,7 +176,7 @@ def _biosses(folder: Path, task: TextTask) -> dict[Split, list[TextExample]]:
 def _medsts(folder: Path, task: TextTask) -> dict[Split, list[TextExample]]:
     """Read lines of two sentences and a score, separated by tabs; or BLUE's tables, as for BIOSSES.
 
-    Scores of the test set may be in a file of their own, one a line, such as clinicalSTS2019.test.gs.sim.txt.
+    Scores of the test set may be in a file of their own, one per line, such as clinicalSTS2019.test.gs.sim.txt.
     """
     return _similarity(folder, "*{}*.t[sx][vt]")
 
@@ -230,7 +230,7 @@ def _hoc(folder: Path, task: TextTask) -> dict[Split, list[TextExample]]:
 
 
 def _pubmedqa(folder: Path, task: TextTask) -> dict[Split, list[TextExample]]:
-    """Read what PubMedQA's split_dataset.py writes: fold 0 and the test set."""
+    """Read the output of PubMedQA's split_dataset.py: fold 0 and the test set."""
     places: Mapping[Split, str] = {
         "train": "pqal_fold0/train_set.json",
         "dev": "pqal_fold0/dev_set.json",

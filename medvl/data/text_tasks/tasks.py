@@ -1,6 +1,6 @@
 """The data sets of `medvl eval text`: kind of task, labels, metric and sizes.
 
-The thirteen of BLURB (Gu et al. 2021, Tables 2 and 3), ChemProt as SciBERT has it (thirteen types of relations, only
+The thirteen of BLURB (Gu et al. 2021, Tables 2 and 3), ChemProt as in SciBERT (thirteen types of relations, only
 pairs that have one, so that the micro F1 of its paper is the accuracy), MedNLI and RadNLI (inference between two
 sentences), clinical semantic similarity (MedSTS and its successors), and the findings of Open-i's reports by people
 (NegBio's labels).

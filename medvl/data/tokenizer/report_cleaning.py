@@ -15,8 +15,8 @@ _REMOVED_BY_R2GEN = re.compile(rf"[.{_PUNCTUATION}]")
 def clean_report(text: str) -> str:
     """Return the words of a report, separated by spaces, each sentence closed by a full stop.
 
-    As R2Gen's cleaner, except that decimal points stay and that numbers are removed at the start of a sentence only:
-    `3.2 cm` becomes `32 cm` there, and `T11. The` becomes `t1the`.
+    As R2Gen's cleaner, except that decimal points are kept and that numbers are removed at the start of a sentence
+    only: R2Gen's changes `3.2 cm` to `32 cm`, and `T11. The` to `t1the`.
     """
     text = _LIST_NUMBER.sub(r"\1", re.sub(r"\.{2,}", ".", " ".join(text.split())))
     sentences = (" ".join(_REMOVED.sub("", part).split()) for part in _SENTENCE_END.split(text.lower()))
@@ -26,7 +26,7 @@ def clean_report(text: str) -> str:
 def clean_report_as_r2gen(text: str) -> str:
     """Return the words of a report as R2Gen's released cleaner does, for vocabularies of its published checkpoints.
 
-    Decimal points are removed, and list numbers wherever they occur.
+    Decimal points are removed, and list numbers at any place.
     """
     text = re.sub(r"\.{2,}", ".", re.sub(r"_{2,}", "_", " ".join(text.split())))
     text = text.replace("1. ", "")

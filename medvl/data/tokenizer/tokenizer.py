@@ -27,6 +27,7 @@ import torch
 from tokenizers import AddedToken, models
 from torch import Tensor
 
+from medvl.common.checks import check_choice
 from medvl.data.tokenizer import files
 from medvl.data.tokenizer.encoded import EncodedPairs, EncodedWords, Truncation, pad_rows, row_mask
 from medvl.data.tokenizer.word_boundaries import WordBoundaries, token_texts
@@ -92,9 +93,7 @@ class Tokenizer:
         Raises ConfigError for a vocabulary without pairs (CLIP, SigLIP, complete words), or where the text that
         `truncation` names is shorter than what has to be removed.
         """
-        if truncation not in get_args(Truncation):
-            message = f"truncation must be one of {', '.join(get_args(Truncation))}, got {truncation!r}"
-            raise ConfigError(message, "unknown_name", field="truncation")
+        check_choice(truncation, get_args(Truncation), "truncation")
         if self._loaded.cleaning is not None or self._backend.num_special_tokens_to_add(True) < 3:
             raise ConfigError(f"{self.source} has no special tokens for pairs; use a BERT vocabulary", "unsupported")
         self._backend.enable_truncation(self.max_tokens, strategy=truncation)
@@ -187,7 +186,7 @@ class Tokenizer:
         return token_texts(self._backend, self.vocab_size, self._special)
 
     def sentence_ids(self, texts: Sequence[str], spans: Sequence[Sequence[tuple[int, int]]]) -> Tensor:
-        """Return (B, T) int64: index of the span that contains each token, -1 for none; T is that of the encoded texts.
+        """Return (B, T) int64: index of the span that contains each token, -1 for none; T as in the encoded texts.
 
         `spans` has the (start, end) in characters of each text, from `medvl.data.reports.sentences.sentence_spans`.
         Raises ConfigError for a tokenizer that cleans its texts (CLIP, SigLIP), which shifts their characters.
@@ -251,8 +250,8 @@ def load_tokenizer(
     Args:
         source: a local folder, "clip", or a repository on the hub.
         revision: commit of the hub repository, 40 hexadecimal digits.
-        max_tokens: maximum length including the first and last token. Default: that of the files, else 512.
-        lowercase: for a bare `vocab.txt` (WordPiece). Default: that of its configuration, else True, as in Hugging
+        max_tokens: maximum length including the first and last token. Default: the value in the files, else 512.
+        lowercase: for a bare `vocab.txt` (WordPiece). Default: the value in its configuration, else True, as in Hugging
             Face's BERT tokenizers; Bio_ClinicalBERT was used that way although its vocabulary is cased.
         cleaning: "canonical" lower-cases texts and removes punctuation, which SigLIP needs but its files do not state.
             Default: that of the files, if saved by medvl.

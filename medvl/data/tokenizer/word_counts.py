@@ -1,4 +1,4 @@
-"""Word frequencies of large texts in bounded memory, and how a vocabulary divides words.
+"""Word frequencies of large texts in bounded memory, and statistics of a vocabulary's pieces per word.
 
 Distinct words grow with the text: names, numbers and misspellings. Counts of more than a limit of them are written to
 temporary files in alphabetical order and merged at the end, so the result does not depend on the limit or on the order
@@ -55,7 +55,7 @@ def count_words(
 
 
 def _split(chunks: Mapping[str, int], lowercase: bool) -> dict[str, int]:
-    """Return the frequencies of the words of distinct chunks, each of which is split once."""
+    """Return the frequencies of words from chunks and their counts; each chunk is split once."""
     normalizer, splitter = normalizers.BertNormalizer(lowercase=lowercase), pre_tokenizers.BertPreTokenizer()
     words: collections.Counter[str] = collections.Counter()
     for chunk, frequency in chunks.items():

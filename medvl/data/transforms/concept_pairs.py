@@ -31,7 +31,7 @@ class ConceptPairs:
     Of several names one is drawn at random.
 
     Args:
-        tokenizer: of BERT's kind.
+        tokenizer: tokenizer with BERT's special tokens.
         max_tokens: length of both texts; a longer fact loses the end of its last segment.
 
     Raises ConfigError where the vocabulary has no special tokens for segments.

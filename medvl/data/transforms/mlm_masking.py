@@ -100,8 +100,8 @@ class TextMasking:
         Args:
             ids_BT: int64 token ids.
             mask_BT: bool, True on real tokens.
-            generator: on the CPU or the ids' device. A CPU generator gives the same masks on every device. The masks
-                depend on the shape of the batch; to avoid that, mask texts one by one with a generator each.
+            generator: generator on the CPU or the ids' device. A CPU generator gives the same masks on every device.
+                The masks depend on the shape of the batch; to avoid that, mask texts one by one with a generator each.
             span_BT: int64: tokens of a text with one number are selected together, such as the mention of an entity; -1
                 on all others.
         """
@@ -115,7 +115,7 @@ class TextMasking:
     def draw(
         self, ids_BT: Tensor, mask_BT: Tensor, uniform_3BT: Tensor, span_BT: Tensor | None = None
     ) -> "MaskingDraw":
-        """Return what masks the texts at any rate, from random numbers in [0, 1)."""
+        """Return the draws that mask the texts at any rate, from random numbers in [0, 1)."""
         first_BT, action_BT, choice_BT = uniform_3BT
         other_O = self._ordinary_O.to(ids_BT.device)
         other_BT = other_O[(choice_BT * len(other_O)).long().clamp(max=len(other_O) - 1)]

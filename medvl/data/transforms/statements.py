@@ -8,6 +8,7 @@ from typing import Literal, Protocol, get_args, runtime_checkable
 
 import numpy as np
 
+from medvl.common.checks import check_choice, check_within
 from medvl.data.reports.labeler import label_report
 from medvl.data.reports.sentences import split_sentences
 from medvl.data.reports.statements import read_statements, statement, statements_of
@@ -16,7 +17,7 @@ from medvl.errors import ConfigError
 from medvl.schema import Sample
 
 StatementSource = Literal["labeler", "sentences", "labels", "file"]
-"""Where statements come from: the labeler, which writes "There is [no|possible] X of the Y." for each mention in the
+"""Source of statements: the labeler, which writes "There is [no|possible] X of the Y." for each mention in the
 report (`medvl.data.reports.statements`); the report's sentences as they are; the sample's labels; or a file."""
 
 
@@ -49,23 +50,20 @@ class Statements:
     """JSONL with lines {"study": NAME, "statements": [TEXT, ...]}, for the source "file": statements that a language
     model wrote. Studies are named as in the shards."""
     most: int = 16
-    """Largest number of statements of a sample; of more, these many are drawn."""
+    """Maximum number of statements of a sample; if there are more, this many are drawn."""
     joined: bool = False
     """All statements as one text, in order, in place of one of them (KAD's string of entities)."""
     relabel: bool = False
-    """Labels and places of findings are those of the statements, for systems that need them (MedKLIP, KAD, MAVL): of a
-    file from RadGraph, for example."""
+    """Take labels and places of findings from the statements, for systems that need them (MedKLIP, KAD, MAVL): from a
+    file of RadGraph, for example."""
 
     def __post_init__(self) -> None:
-        if self.source not in get_args(StatementSource):
-            message = f"source must be one of {', '.join(get_args(StatementSource))}, got {self.source!r}"
-            raise ConfigError(message, "unknown_name", field="source")
+        check_choice(self.source, get_args(StatementSource), "source")
         if (self.source == "file") != (self.file is not None):
             raise ConfigError("the source 'file', and no other one, needs a file", "conflict", field="file")
         if self.relabel and self.source == "labels":
             raise ConfigError("relabel needs statements of a text, not of labels", "conflict", field="relabel")
-        if self.most < 1:
-            raise ConfigError(f"most must be 1 or above, got {self.most}", "out_of_range", field="most")
+        check_within(self, "[1, inf)", "most")
 
     def of_sample(self, sample: Sample) -> Mapping[str, str]:
         """See `SamplePolicy`."""
@@ -100,7 +98,7 @@ class Statements:
 class SectionOrStatement:
     """Findings, impression, or one of the labeler's statements about them, drawn with these weights.
 
-    What a report lacks has no weight. Of captions and other texts without these sections, one is drawn uniformly in
+    Missing parts have no weight. For captions and other texts without these sections, one text is drawn uniformly in
     place of findings and impression.
     """
 
@@ -133,7 +131,7 @@ class SectionOrStatement:
 class TextOrLabels:
     """A text of the report, or of a sample without one the statements of its labels, in random order (CXR-CLIP).
 
-    So images with labels only, such as CheXpert's or ChestX-ray14's, join a corpus with reports.
+    Images with labels only, such as CheXpert's or ChestX-ray14's, can thus be combined with a corpus of reports.
     """
 
     text: RandomSentence | WholeText | RandomSection | SectionOrStatement

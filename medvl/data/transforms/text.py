@@ -1,4 +1,4 @@
-"""Text policies: which part of a report a sample is trained with, drawn with the generator of the sample."""
+"""Text policies: choice of the part of a report for training, drawn with the generator of the sample."""
 
 import dataclasses
 import re
@@ -7,9 +7,9 @@ from typing import Literal, Protocol, get_args, runtime_checkable
 
 import numpy as np
 
+from medvl.common.checks import check_choice, check_within
 from medvl.data.reports.sections import CONTEXT_SECTIONS, DESCRIPTIVE_SECTIONS, section_name
 from medvl.data.reports.sentences import split_sentences
-from medvl.errors import ConfigError
 
 _WORD = re.compile(r"\w+")
 REPORT_SECTIONS = ("findings", "impression")
@@ -80,9 +80,7 @@ class SwappedSentences:
     """Probability of swapping two random sentences, and after each swap of swapping again; 0 keeps the order."""
 
     def __post_init__(self) -> None:
-        if not 0 <= self.swap_probability < 1:
-            message = f"swap_probability must be within [0, 1), got {self.swap_probability}"
-            raise ConfigError(message, "out_of_range", field="swap_probability")
+        check_within(self, "[0, 1)", "swap_probability")
 
     def __call__(self, sections: Mapping[str, str], rng: np.random.Generator) -> str:
         texts = choose_sections(sections, self.sections)
@@ -105,9 +103,7 @@ class WholeText:
     same text and are negatives of each other."""
 
     def __post_init__(self) -> None:
-        if self.missing not in get_args(Missing):
-            message = f"missing must be one of {', '.join(get_args(Missing))}, got {self.missing!r}"
-            raise ConfigError(message, "unknown_name", field="missing")
+        check_choice(self.missing, get_args(Missing), "missing")
 
     def __call__(self, sections: Mapping[str, str], rng: np.random.Generator) -> str:
         if self.missing == "other_sections" or any(sections.get(name) for name in self.sections):

@@ -60,7 +60,7 @@ class TextSequences:
     """Maker of training sequences. All randomness comes from the generator of a sample.
 
     Args:
-        tokenizer: of BERT's kind for pairs.
+        tokenizer: tokenizer; for pairs with BERT's special tokens.
         masking: masks words of the sequences.
         pairs: task of the second objective.
         max_tokens: length of the sequences; default the tokenizer's.

@@ -8,9 +8,9 @@ from typing import Any, Literal, Self
 import cv2
 import numpy as np
 
+from medvl.common.checks import check_within
 from medvl.data.reports.laterality import names_place, names_side
 from medvl.data.transforms.image import BuiltTransform, EvalTransform, Flip, Transformed, check_flip
-from medvl.errors import ConfigError
 
 _REFLECTIONS = np.array([[[-1, 0], [0, 1]], [[1, 0], [0, -1]], [[0, 1], [1, 0]], [[0, -1], [-1, 0]]], np.float32)
 """Horizontal, vertical, and about the two diagonals."""
@@ -28,7 +28,7 @@ class LViTAugmentation:
 
     size: int = 224
     fit: Literal["crop", "pad", "squash"] = "squash"
-    """As in `EvalTransform`; a segmenter needs that of its own transform."""
+    """As in `EvalTransform`; a segmenter needs the value of its own transform."""
     flip: Flip = "swap_text"
     turns: bool = True
     """Vertical flips and reflections about a diagonal too. A text that names a place excludes them, unless `plain`."""
@@ -37,9 +37,7 @@ class LViTAugmentation:
 
     def __post_init__(self) -> None:
         check_flip(self.flip)
-        if not 0 <= self.rotation <= 180:
-            message = f"rotation must be between 0 and 180 degrees, got {self.rotation:g}"
-            raise ConfigError(message, "out_of_range", field="rotation")
+        check_within(self, "[0, 180]", "rotation")
         self.base()
 
     def base(self) -> EvalTransform:

@@ -158,7 +158,7 @@ class ImageEncoder(Encoder):
         Single-stream models put other tokens beside them and call `encode_tokens`.
 
         Raises:
-            ConfigError: for images that `forward` rejects; "unsupported" unless this is a vision Transformer of timm.
+            ConfigError: as `forward`; "unsupported" unless this is a vision Transformer of timm.
         """
         return self._adapter.embed(self.backbone, self._normalize(image_BCHW, check=True))
 
@@ -292,7 +292,7 @@ class ImageEncoder(Encoder):
                 norm.train()
 
     def _measure(self, size: Size) -> "_Measured":
-        """Return what the features of an image size are like, from a forward pass on the meta device."""
+        """Return the widths and the grid of the features for an image size, from a forward pass on the meta device."""
         if size not in self._measured:
             values: list[int] = []  # of each channel of two images, in every batch norm
             hooks = [

@@ -13,6 +13,7 @@ import fnmatch
 from collections.abc import Sequence
 from typing import Any
 
+from medvl.common.checks import check_choice
 from medvl.encoders.image.adapter import Size, VisionBackbone
 from medvl.encoders.image.encoder import ImageEncoder, ImageOptions, Pool
 from medvl.encoders.image.open_clip_models import build_open_clip
@@ -122,8 +123,8 @@ def list_image_encoders(pattern: str = "*", *, library: str | None = None) -> li
     Raises:
         ConfigError: "unknown_name" for another library.
     """
-    if library is not None and library not in _LIBRARIES:
-        raise ConfigError(f"expected library in {_LIBRARIES}, got {library!r}", "unknown_name", field="library")
+    if library is not None:
+        check_choice(library, _LIBRARIES, "library")
     return sorted(fnmatch.filter(IMAGE_PRESETS if library is None else _names(library), pattern))
 
 

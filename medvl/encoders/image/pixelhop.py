@@ -67,7 +67,7 @@ class PixelHop(nn.Module):
 
     Args:
         nodes: kept nodes of each unit.
-        intermediate: of those, nodes that the next unit transforms; they come first. The last unit has 0.
+        intermediate: number of these nodes that the next unit transforms; they come first. The last unit has 0.
         tokens: Q.
         token_dim: D.
         cells: side of the grid to which a node's map is averaged before PCA.

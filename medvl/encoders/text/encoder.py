@@ -14,7 +14,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
-from medvl.common.checks import check_choice
+from medvl.common.checks import check_choice, check_within
 from medvl.encoders.base import Encoder
 from medvl.encoders.text.adapters import TextBackbone
 from medvl.encoders.text.packing import Packing
@@ -44,8 +44,7 @@ class TextOptions:
             raise ConfigError("layers is empty; use (-1,) for the last layer", "out_of_range", field="layers")
         check_choice(self.reduce, get_args(Reduce), "reduce")
         check_choice(self.pool, get_args(Pool), "pool")
-        if self.vocab_size is not None and self.vocab_size < 1:
-            raise ConfigError(f"vocab_size must be positive, got {self.vocab_size}", "out_of_range", field="vocab_size")
+        check_within(self, "[1, inf)", "vocab_size")
 
 
 class TextEncoder(Encoder):

@@ -129,7 +129,7 @@ def without_folder(name: str) -> str:
 
 
 def _folder(name: str) -> Path | None:
-    """Return the local folder that a name stands for, None for other names."""
+    """Return the local folder of a name such as `hf:FOLDER`; None for other names."""
     folder = Path(name.removeprefix("hf:") if "/" in name else name)
     return folder if name and name not in TEXT_PRESETS and folder.is_dir() else None
 

@@ -100,10 +100,10 @@ def change_classification(
         resamples, seed: number of the bootstrap resamples; seed of these and of the folds.
         checkpoint: the model's, whose hash is recorded.
 
-    Findings that a classifier does not know are left out.
+    Findings that a classifier does not predict are left out.
 
     Raises EvaluationError where labels of change or images are missing, a score is not finite, folds do not fit, or a
-    classifier knows none of the findings.
+    classifier predicts none of the findings.
     """
     prompts = prompts or load_change_prompts()
     by_key = samples_by_key(loader.source)
@@ -192,7 +192,7 @@ def _choose_scorer(
         of_images = _vectors if folds is not None else _prompt_scorer(model, prompts, findings)
         return functools.partial(_embedded, model, use_prior, of_images), findings, use_prior
     if folds is not None:
-        message = "folds are those of a probe of a dual-encoder; leave them out for a classifier"
+        message = "folds apply to a probe of a dual-encoder; leave them out for a classifier"
         raise EvaluationError(message, "conflict", field="folds")
     findings = _known_findings(model, findings)
     return functools.partial(_probabilities, model, findings), findings, model.config.use_prior
@@ -201,7 +201,7 @@ def _choose_scorer(
 def _known_findings(model: ChangeClassifier, findings: Sequence[str]) -> tuple[str, ...]:
     known = tuple(finding for finding in findings if finding in model.config.findings)
     if not known:
-        message = f"the classifier knows {', '.join(model.config.findings)}, the labels are of {', '.join(findings)}"
+        message = f"the classifier predicts {', '.join(model.config.findings)}, the labels are of {', '.join(findings)}"
         raise EvaluationError(message, "mismatch", field="checkpoint")
     return known
 

@@ -11,6 +11,7 @@ from typing import Literal, get_args
 import numpy as np
 from numpy.typing import ArrayLike
 
+from medvl.common.checks import check_choice
 from medvl.errors import EvaluationError
 from medvl.eval.core.metrics import Array
 from medvl.schema import NEGATIVE, POSITIVE, UNCERTAIN
@@ -61,10 +62,7 @@ class LabelPolicy:
 
     def __post_init__(self) -> None:
         for field, allowed in (("no_finding", NoFinding), ("uncertain", Uncertain), ("missing", Missing)):
-            value, names = getattr(self, field), get_args(allowed)
-            if value not in names:
-                message = f"expected {field} to be one of {', '.join(names)}, got {value!r}"
-                raise EvaluationError(message, "unknown_name", field=field)
+            check_choice(getattr(self, field), get_args(allowed), field, error=EvaluationError)
 
     @property
     def name(self) -> str:

@@ -86,7 +86,7 @@ class Comparison:
 def find_runs(paths: Sequence[Path]) -> dict[str, list[Run]]:
     """Find the evaluations of each protocol in results.json files, folders of evaluations or training runs.
 
-    A folder without a results.json stands for all evaluations in `eval/` below it, or beside it if it is a checkpoint.
+    For a folder without a results.json, all evaluations in its `eval/` are read, or beside it if it is a checkpoint.
     Runs are named by the parts of their paths that differ. Raises EvaluationError if a path has no evaluation.
     """
     by_protocol: dict[str, list[tuple[Path, Results]]] = {}

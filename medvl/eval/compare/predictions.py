@@ -27,7 +27,7 @@ from medvl.eval.core.subgroups import subgroup_masks
 from medvl.eval.generation.findings import means_over
 
 SMALLEST_SUBGROUP = 10
-"""Items that a metric of a subgroup needs, unless the settings of the evaluation have `smallest_subgroup`."""
+"""Minimum number of items of a subgroup, unless the settings of the evaluation have `smallest_subgroup`."""
 _TOLERANCE = 1e-6  # largest difference between a row of results.json and the same row from its predictions
 
 

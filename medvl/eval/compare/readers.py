@@ -47,7 +47,7 @@ from medvl.schema import CHANGES
 Line = Mapping[str, Any]
 Lines = Sequence[Line]
 _NAMES = frozenset({"key", "phrase", "patient", "subgroups", "label"})
-"""Fields of a line that are no metrics."""
+"""Fields of a line that are not metrics."""
 
 
 class Ranked(NamedTuple):

@@ -11,6 +11,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from medvl.common.checks import check_choice
 from medvl.errors import EvaluationError
 
 Array = NDArray[np.float64]
@@ -159,9 +160,7 @@ def choose_threshold(scores: ArrayLike, labels: ArrayLike, rule: Literal["f1", "
     accuracy does. Raises `EvaluationError` on an unknown rule.
     """
     metrics = {"f1": "f1", "mcc": "mcc", "youden": "balanced_accuracy"}
-    if rule not in metrics:
-        message = f"expected threshold_rule to be one of {', '.join(metrics)}, got {rule!r}"
-        raise EvaluationError(message, "unknown_name", field="threshold_rule")
+    check_choice(rule, metrics, "threshold_rule", error=EvaluationError)
     scores_NL, labels_NL = check_scores(np.atleast_2d(scores).T, np.atleast_2d(labels).T)
     scores_N, labels_N = scores_NL[:, 0], labels_NL[:, 0]
     known = ~np.isnan(labels_N)

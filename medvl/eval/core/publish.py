@@ -13,7 +13,7 @@ from medvl.models.locate import find_checkpoint, on_hub
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class PageHeader:
-    """Names of what a page shows the evaluation of."""
+    """Names of model and data on a page."""
 
     model: str
     """Display name, shown with the hash of the checkpoint."""

@@ -59,7 +59,7 @@ def evaluate_images(
 
     Args:
         model: a detector or a segmenter.
-        loader: for evaluation.
+        loader: loader opened for evaluation.
         kind: the annotation that is needed; images without it are left out and counted.
         evaluate: function from a batch of annotated images and these images to one result per image.
 

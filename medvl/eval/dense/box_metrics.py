@@ -5,8 +5,8 @@ most, if the overlap (intersection over union) reaches a threshold; otherwise it
 image without boxes is a false positive like any other.
 
 * Average precision: all detections of all images are ranked by score; precision is the maximum at this or any higher
-  recall, averaged over recalls. What differs between programs is a named `APConvention`; in all of them a recall or an
-  overlap that is equal to its threshold, up to rounding, reaches it.
+  recall, averaged over recalls. The choices that differ between programs are a named `APConvention`; in all of them a
+  recall or an overlap that is equal to its threshold, up to rounding, reaches it.
 * Precision of an image in the RSNA challenge, at a score threshold: hits / (hits + false positives + missed boxes),
   averaged over overlap thresholds; 0 for an image without boxes that has a detection. As in the challenge, an image
   with neither boxes nor detections is left out.
@@ -23,6 +23,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from medvl.common.checks import check_choice
 from medvl.errors import EvaluationError
 from medvl.eval.core.metrics import Array
 
@@ -31,7 +32,7 @@ APConventionName = Literal["medvl", "coco", "voc2007", "voc2012"]
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class APConvention:
-    """What average precision leaves open."""
+    """Choices of average precision that differ between programs."""
 
     edge_pixels: float = 0.0
     """Width of a box beyond right - left: 0 for edges between pixels; 1 in VOC's formula, for first and last pixels."""
@@ -57,9 +58,7 @@ count a last pixel; they are applied to edges as they are, as in code that passe
 
 def ap_convention(name: APConventionName) -> APConvention:
     """Return a convention by name. Raises `EvaluationError` if it is unknown."""
-    if name not in AP_CONVENTIONS:
-        message = f"expected one of {', '.join(AP_CONVENTIONS)}, got {name!r}"
-        raise EvaluationError(message, "unknown_name", field="convention")
+    check_choice(name, AP_CONVENTIONS, "convention", error=EvaluationError)
     return AP_CONVENTIONS[name]
 
 

@@ -130,8 +130,8 @@ def box_detection(
         loader: over samples with boxes, or with empty lists of them.
         valid_loader: over images of other patients, for choosing score thresholds; None omits the metrics at a
             threshold.
-        convention: of average precision; the metrics at a threshold do not depend on it.
-        resamples, seed: of the bootstrap.
+        convention: convention of average precision; the metrics at a threshold do not depend on it.
+        resamples, seed: number and seed of the bootstrap resamples.
         checkpoint: its hash goes into the results.
 
     Raises:

@@ -25,6 +25,7 @@ from typing import Literal, get_args
 import numpy as np
 from numpy.typing import NDArray
 
+from medvl.common.checks import check_choice
 from medvl.errors import EvaluationError
 from medvl.eval.core.metric_rows import MetricGroup, MetricRow
 from medvl.eval.core.metrics import Array
@@ -144,9 +145,7 @@ def pooled_metrics(areas: Mapping[str, MaskAreas]) -> list[MetricGroup]:
 
 
 def _ratio(above_NT: Array, below_NT: Array, areas: MaskAreas, empty: EmptyRule, *, both_empty: float = 1.0) -> Array:
-    if empty not in get_args(EmptyRule):
-        message = f"expected empty to be one of {', '.join(get_args(EmptyRule))}, got {empty!r}"
-        raise EvaluationError(message, "unknown_name", field="empty")
+    check_choice(empty, get_args(EmptyRule), "empty", error=EvaluationError)
     ratio_NT = np.where(below_NT > 0, above_NT / np.where(below_NT > 0, below_NT, 1), both_empty)
     if empty == "skip_empty":
         return np.where(areas.truth_N[:, None] > 0, ratio_NT, np.nan)

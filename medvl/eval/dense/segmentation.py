@@ -121,7 +121,7 @@ def mask_segmentation(
         other_texts: name -> loader over the same images with other texts, for models that read text.
         empty: the rule for images without a mask.
         side: maximum of the longer side of the images on which masks are compared; None: the published size.
-        resamples, seed: of the bootstrap.
+        resamples, seed: number and seed of the bootstrap resamples.
         keep_maps: number of images with a mask, and of images without, whose maps are kept for the page (random).
         checkpoint: its hash goes into the results.
 

@@ -82,7 +82,7 @@ def _texts(result: SegmentationResult) -> list[Table]:
             columns=["", "Dice", "The image's own text is better by"],
             rows=[own, *lines],
             caption="The same images and thresholds. The difference is taken image by image. A text that names the "
-            "place of a finding tells the model a part of the answer.",
+            "place of a finding contains a part of the answer.",
         )
     ]
 

@@ -31,7 +31,7 @@ _SMALLEST = 256  # elements; smaller tensors may be equal by chance, such as zer
 def check_separate(aligner: Path, generator: Path) -> float:
     """Return the share of the aligner's text weights that the generator has too.
 
-    Matrices are compared by value, whatever their names. Some may be equal because both started from the same published
+    Matrices are compared by value, not by name. Some may be equal because both started from the same published
     encoder and left a part of it frozen. Raises ConfigError where all are: the generator reads its prompts with the
     aligner's own text encoder, which would favour it.
     """
@@ -91,7 +91,7 @@ def align(images: ImageSet, model: DualEncoder, prompts: Sequence[str], loading:
             embedded = encode_batch(model, batch, device, None)
             parts.append(model.similarity(concatenate([embedded]), texts).double().cpu())
     row_of = {key: row for row, key in enumerate(keys)}
-    similarity_NM = torch.cat(parts).numpy()[[row_of[sample.key] for sample in images.judged.samples]]
+    similarity_NM = torch.cat(parts).numpy()[[row_of[sample.key] for sample in images.scored.samples]]
     column_of = {prompt: column for column, prompt in enumerate(prompts)}
     own = np.array([column_of[prompt] for prompt in images.prompts])
     own_N = similarity_NM[np.arange(len(own)), own]

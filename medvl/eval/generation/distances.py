@@ -126,7 +126,7 @@ def matched_draws(
 
     In each draw the patients of the real images are divided into two halves at random. The second half is the
     reference of every set, and the first half is the set "real": what a perfect generator would get at this number.
-    The number is that of the smallest set, and at most of a half.
+    The number is the size of the smallest set or half.
     """
     halves = [_halves(real.groups, np.random.default_rng((seed, draw))) for draw in range(draws)]
     count = min([*map(len, sets.values()), *(len(part) for pair in halves for part in pair)])

@@ -42,6 +42,7 @@ from medvl.eval.generation.fidelity import (
     manifold_rows,
     matched_rows,
 )
+from medvl.eval.generation.finding_classifier import FindingClassifier, auroc_on, fit_classifier
 from medvl.eval.generation.findings import (
     Resampling,
     negated_findings,
@@ -51,7 +52,6 @@ from medvl.eval.generation.findings import (
     stated_labels,
 )
 from medvl.eval.generation.inputs import GeneratedSource, ImageSet, LoaderOptions, RealData, read_set, real_of_prompts
-from medvl.eval.generation.judge import FindingClassifier, auroc_on, fit_classifier
 from medvl.eval.generation.memorisation import (
     PIXEL_SIZE,
     SPACES,
@@ -119,7 +119,7 @@ def evaluate_generation(
         real: shards of other patients for training, validation and test.
         models: models of the evaluation.
         reconstructed: real images that went through the generator's autoencoder, with the keys of the real ones.
-        synthetic_train: images generated from training texts, to train classifiers with; None leaves the use out.
+        synthetic_train: images generated from training texts, to train classifiers with; None omits this part.
         options, loading: settings.
         inputs, details: further hashes and facts for the results.
 
@@ -144,7 +144,7 @@ def evaluate_generation(
     ]
     if synthetic_train is not None:
         made = loading.features(models.judge, GeneratedSource(synthetic_train, patients))
-        rows += use_rows(train, made, valid, sets.tested.judged, options.policy, options.use, options.resampling)
+        rows += use_rows(train, made, valid, sets.tested.scored, options.policy, options.use, options.resampling)
     results = Results(
         protocol=PROTOCOL,
         protocol_version=PROTOCOL_VERSION,
@@ -164,7 +164,8 @@ def _read_sets(
     models: GenerationModels,
     loading: LoaderOptions,
 ) -> ImageSets:
-    read = functools.partial(read_set, judge=models.judge, encoder=models.features or models.judge, options=loading)
+    encoder = models.features or models.judge
+    read = functools.partial(read_set, classifier=models.judge, encoder=encoder, options=loading)
     tested, names = read("real test images", real.test), _names(folders)
     generated = [read(name, GeneratedSource(each, patients)) for name, each in zip(names, folders, strict=True)]
     return ImageSets(
@@ -197,7 +198,7 @@ def _all_patients(real: RealData) -> dict[str, str]:
 
 
 def _finding_rows(
-    sets: ImageSets, classifier: FindingClassifier, judge: ProbedEncoder, options: GenerationOptions
+    sets: ImageSets, classifier: FindingClassifier, encoder: ProbedEncoder, options: GenerationOptions
 ) -> list[MetricRow]:
     """Return prompted findings, negations and sides of all sets, and the shuffled prompts of the main one."""
     rows: list[MetricRow] = []
@@ -207,7 +208,7 @@ def _finding_rows(
     for each in sets.prompted:
         rows += prompted_findings(each, classifier, options.policy, options.resampling, like=like)
         rows += negated_findings(each, classifier, options.resampling)
-        rows += prompted_sides(each, classifier, judge, options.resampling)
+        rows += prompted_sides(each, classifier, encoder, options.resampling)
     rows += shuffled_findings(sets.generated[0], classifier, options.policy, options.resampling.seed)
     return rows
 
@@ -243,7 +244,7 @@ def _alignment_rows(sets: ImageSets, aligned: Mapping[str, Aligned], options: Ge
 
 
 def _input_hashes(
-    generated: Sequence[ImageSet], real: RealData, judge: ProbedEncoder, encoder: ProbedEncoder
+    generated: Sequence[ImageSet], real: RealData, classifier: ProbedEncoder, encoder: ProbedEncoder
 ) -> dict[str, str | None]:
     return {
         "generator": generated[0].source.images.generation.generator,
@@ -251,7 +252,7 @@ def _input_hashes(
         "manifest": real.test.fingerprint,
         "train_manifest": real.all_train.fingerprint,
         "validation_manifest": real.valid.fingerprint,
-        "classifier_encoder": judge.sha256,
+        "classifier_encoder": classifier.sha256,
         "features": encoder.sha256,
     }
 
@@ -264,8 +265,8 @@ def _details(
     shards = {shard["sha256"] for manifest in main.train_manifests() for shard in manifest.get("shards", ())}
     return {
         "images": {each.name: len(each.prompts) for each in generated},
-        "unreadable": {each.name: dict(each.judged.unreadable) for each in generated},
-        "prompts": len({sample.extra["prompt_key"] for sample in generated[0].judged.samples}),
+        "unreadable": {each.name: dict(each.scored.unreadable) for each in generated},
+        "prompts": len({sample.extra["prompt_key"] for sample in generated[0].scored.samples}),
         "cut_prompts": len({row.prompt_key for row in main.rows if row.cut_tokens > 0}),
         "real_images_of_prompts": 0 if sets.real is None else len(sets.real.prompts),
         "test_images": len(tested.prompts),
@@ -273,7 +274,7 @@ def _details(
         "training_shards_not_given": len(shards - real.shards),
         "generator_training_unknown": not shards,
         "feature_dim": tested.features.x_ND.shape[1],
-        "classifier": {**classifier.details, "auroc_on_test": auroc_on(classifier, tested.judged, options.policy)},
+        "classifier": {**classifier.details, "auroc_on_test": auroc_on(classifier, tested.scored, options.policy)},
         "too_near_below": dict(found.limit),
         "nearest": {
             space: {each.name: float(np.min(found.sets[each.name].distance[space])) for each in generated}

@@ -17,7 +17,7 @@ _SHOWN = 2  # findings of a prompt with a bar
 def prompt_examples(result: GenerationResult, examples: int) -> Cards:
     """Return cards of images whose prompts assert findings, best and worst of their findings by the classifier."""
     main, names = result.main, result.classifier.names
-    logits_NL = result.classifier.logits(main.judged.x_ND)
+    logits_NL = result.classifier.logits(main.scored.x_ND)
     rank_NL = logits_NL.argsort(axis=0).argsort(axis=0) / max(len(logits_NL) - 1, 1)
     asserted_NL = np.stack([main.labels_NL[:, FINDINGS.index(name)] == 1 for name in names], axis=1)
     asserted_NL[:, [place for place, name in enumerate(names) if name in ("No Finding", "Support Devices")]] = False
@@ -79,18 +79,18 @@ def _prompt_card(result: GenerationResult, row: int, rank_NL: Any, asserted_NL: 
 
 def _place_of(result: GenerationResult, images: ImageSet, row: int) -> int | None:
     """Return the row of the real or reconstructed image of a generated one."""
-    wanted = result.main.source.images.rows[result.main.judged.positions[row]].source_key
-    for place, sample in enumerate(images.judged.samples):
+    wanted = result.main.source.images.rows[result.main.scored.positions[row]].source_key
+    for place, sample in enumerate(images.scored.samples):
         key = sample.key
         if "synthetic" in sample.extra:
-            key = images.source.images.rows[images.judged.positions[place]].source_key
+            key = images.source.images.rows[images.scored.positions[place]].source_key
         if key == wanted:
             return place
     return None
 
 
 def _picture(images: ImageSet, row: int, label: str) -> Picture:
-    pixels = images.source.pixels(images.judged.positions[row])
+    pixels = images.source.pixels(images.scored.positions[row])
     return Picture(source=thumbnail_uri(pixels, _SIZE), alternative=f"{label} image of the prompt", lines=[label])
 
 

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from medvl.common.checks import check_within
 from medvl.errors import EvaluationError
 from medvl.eval.core.metric_rows import MetricRow, mean_metrics
 from medvl.eval.core.metrics import Array
@@ -40,10 +41,7 @@ class FidelityOptions:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("k", "draws", "subsets"):
-            if getattr(self, name) < 1:
-                message = f"expected {name} of 1 or more, got {getattr(self, name)}"
-                raise EvaluationError(message, "out_of_range", field=name)
+        check_within(self, "[1, inf)", "k", "draws", "subsets", error=EvaluationError)
 
 
 _DISTANCES: Mapping[str, Callable[[Array, Array], float]] = {
@@ -140,7 +138,7 @@ def diversity_rows(images: ImageSet, resampling: Resampling) -> tuple[MetricRow,
     text has two images.
     """
     texts = [prompt.lower() for prompt in images.prompts]
-    generated = all("seed" in sample.extra for sample in images.judged.samples)
+    generated = all("seed" in sample.extra for sample in images.scored.samples)
     apart = list(range(len(texts))) if generated else images.patients
     kinds = {
         "same text": pairs_within(texts, apart, seed=resampling.seed),
@@ -168,7 +166,7 @@ def _structural(images: ImageSet, pairs_P2: NDArray[np.int64]) -> Array:
     import cv2
 
     def read(row: int) -> NDArray[np.uint8]:
-        pixels = images.source.pixels(images.judged.positions[row])
+        pixels = images.source.pixels(images.scored.positions[row])
         side = min(_SIDE, *pixels.shape[:2])
         grey = pixels if pixels.ndim == 2 else pixels.mean(axis=2).astype(np.uint8)
         square: NDArray[np.uint8] = cv2.resize(grey, (side, side), interpolation=cv2.INTER_AREA)

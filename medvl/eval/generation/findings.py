@@ -1,4 +1,4 @@
-"""Whether generated images show what their prompts state: findings, negated findings, and sides.
+"""Agreement of generated images with their prompts: findings, negated findings, and sides.
 
 Shape letters: N images, L findings, R resamples, P permutations.
 """
@@ -17,8 +17,8 @@ from medvl.errors import EvaluationError
 from medvl.eval.classification.label_policy import LabelPolicy
 from medvl.eval.core.metric_rows import MetricGroup, MetricRow, measure, ranking_metrics
 from medvl.eval.core.metrics import Array
+from medvl.eval.generation.finding_classifier import FindingClassifier, columns_of
 from medvl.eval.generation.inputs import ImageSet
-from medvl.eval.generation.judge import FindingClassifier, columns_of
 from medvl.eval.probing.features import ProbedEncoder
 from medvl.models.eval_mode import evaluating
 from medvl.schema import COMPETITION_FINDINGS, FINDINGS, POSITIVE
@@ -70,7 +70,7 @@ def prompted_findings(
     Means are over the findings with both classes in `like`, the labels of the generated images, so that those of
     generated and real images compare. Rows have the name of the set as subgroup.
     """
-    labels_NL, logits_NL = stated_labels(images, classifier.names, policy), classifier.logits(images.judged.x_ND)
+    labels_NL, logits_NL = stated_labels(images, classifier.names, policy), classifier.logits(images.scored.x_ND)
     group = findings_metrics(logits_NL, labels_NL, classifier.names, like=like, name=images.name)
     return resampling.measure([group], images.patients)
 
@@ -89,7 +89,7 @@ def shuffled_findings(
 
     The interval holds 95 % of the permutations: the values of images that are unrelated to their prompts.
     """
-    labels_NL, logits_NL = stated_labels(images, classifier.names, policy), classifier.logits(images.judged.x_ND)
+    labels_NL, logits_NL = stated_labels(images, classifier.names, policy), classifier.logits(images.scored.x_ND)
     means, keys = means_over(classifier.names, labels_NL), [sample.extra["prompt_key"] for sample in _samples(images)]
     of_key = {key: row for row, key in reversed(list(enumerate(keys)))}
     distinct = list(of_key)
@@ -125,7 +125,7 @@ def negated_findings(images: ImageSet, classifier: FindingClassifier, resampling
     if not means:
         return ()
     columns = [classifier.names.index(name) for name in names]
-    scores_NL = classifier.logits(images.judged.x_ND)[:, columns]
+    scores_NL = classifier.logits(images.scored.x_ND)[:, columns]
     group = ranking_metrics("auroc", scores_NL, labels_NL, names, means=means)
     return resampling.measure([renamed(group, "negation_auroc", images.name)], images.patients)
 
@@ -176,7 +176,7 @@ def side_scores(
     device, parts = next(encoder.module.parameters()).device, []
     with evaluating(encoder.module):
         for start in range(0, len(rows), _BATCH):
-            chosen = [images.judged.positions[row] for row in rows[start : start + _BATCH].tolist()]
+            chosen = [images.scored.positions[row] for row in rows[start : start + _BATCH].tolist()]
             squares = [transform(images.source.pixels(position), rng).image_HWC for position in chosen]
             halves = [np.stack([double(square, side) for square in squares]) for side in _SIDES]
             pixels = [torch.from_numpy(half.transpose(0, 3, 1, 2).copy()).to(device) for half in halves]
@@ -196,6 +196,6 @@ def double(image_HWC: NDArray[np.uint8], side: str) -> NDArray[np.uint8]:
 
 
 def _samples(images: ImageSet) -> Sequence[Any]:
-    if not all("prompt_key" in sample.extra for sample in images.judged.samples):
+    if not all("prompt_key" in sample.extra for sample in images.scored.samples):
         raise EvaluationError("only generated images have prompts that can be shuffled", "unsupported", field="data")
-    return images.judged.samples
+    return images.scored.samples

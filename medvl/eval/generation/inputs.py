@@ -158,7 +158,7 @@ class RealData:
                 training patients take its place in `valid` and are left out of `train`, but not of `all_train`.
             folders: the generated images, the main ones first: their size, and their generators, which must have been
                 trained on other patients than those of the test.
-            fit: how the generator's training images were made square; default that of the generator, or crop.
+            fit: how the generator's training images were made square; default: as recorded by the generator, or crop.
             views: keep only images of these views; not in `all_train`.
             checkpoints: the models of the evaluation, and the generator if it is there.
 
@@ -217,8 +217,8 @@ class ImageSet:
     name: str
     """Name in the results, such as "guidance 3" or "real"."""
     source: Any
-    judged: FeatureTable
-    """Features that the classifier of findings reads."""
+    scored: FeatureTable
+    """Features that the classifier of findings scores."""
     features: FeatureTable
     """Features of the distances."""
     prompts: tuple[str, ...]
@@ -229,7 +229,7 @@ class ImageSet:
     @property
     def patients(self) -> list[str]:
         """Patient of each image, or its prompt."""
-        return self.judged.patients
+        return self.scored.patients
 
     @property
     def feature_set(self) -> FeatureSet:
@@ -241,7 +241,7 @@ class ImageSet:
         return ImageSet(
             name=name,
             source=self.source,
-            judged=_take(self.judged, rows),
+            scored=_take(self.scored, rows),
             features=_take(self.features, rows),
             prompts=tuple(prompts),
             labels_NL=labels_NL,
@@ -259,14 +259,16 @@ def _take(table: FeatureTable, rows: NDArray[np.int64]) -> FeatureTable:
     )
 
 
-def read_set(name: str, source: Any, judge: ProbedEncoder, encoder: ProbedEncoder, options: LoaderOptions) -> ImageSet:
+def read_set(
+    name: str, source: Any, classifier: ProbedEncoder, encoder: ProbedEncoder, options: LoaderOptions
+) -> ImageSet:
     """Return the images of a source with the features of both encoders, which may be one.
 
     Raises EvaluationError if an image of a generated folder cannot be read.
     """
-    judged = options.features(judge, source)
-    features = judged if encoder is judge else options.features(encoder, source)
-    if judged.positions != features.positions:
+    scored = options.features(classifier, source)
+    features = scored if encoder is classifier else options.features(encoder, source)
+    if scored.positions != features.positions:
         message = f"the two encoders could not read the same images of {getattr(source, 'folder', name)}"
         raise EvaluationError(message, "mismatch", field="features")
     generated = isinstance(source, GeneratedSource)
@@ -274,10 +276,10 @@ def read_set(name: str, source: Any, judge: ProbedEncoder, encoder: ProbedEncode
     return ImageSet(
         name=name,
         source=source,
-        judged=judged,
+        scored=scored,
         features=features,
-        prompts=tuple(prompts[position] for position in judged.positions),
-        labels_NL=judged.labels_NL,
+        prompts=tuple(prompts[position] for position in scored.positions),
+        labels_NL=scored.labels_NL,
     )
 
 
@@ -286,9 +288,9 @@ def real_of_prompts(generated: ImageSet, real: ImageSet) -> ImageSet | None:
 
     None where no prompt is the text of one of the real images.
     """
-    place = {sample.key: row for row, sample in enumerate(real.judged.samples)}
+    place = {sample.key: row for row, sample in enumerate(real.scored.samples)}
     rows, found = [], {}
-    for row, position in enumerate(generated.judged.positions):
+    for row, position in enumerate(generated.scored.positions):
         key = generated.source.images.rows[position].source_key
         if key in place and key not in found:
             found[key] = row

@@ -1,6 +1,6 @@
-"""Whether generated images are copies of training images.
+"""Search for copies of training images among generated images.
 
-Each image is compared with all training images, not only with that of its own prompt: a copy of another patient's
+Each image is compared with all training images, not only with the image of its own prompt: a copy of another patient's
 image is a copy too. Real test images, of other patients, are the reference: they are not copies, so that a generated
 image that is nearer to a training image than 99 % of them is suspicious, and more than 1 % of such images are too many.
 
@@ -126,9 +126,9 @@ def too_near_metrics(near_NK: NDArray[np.bool_], name: str) -> MetricGroup:
 
 
 def describe_copies(rows: Sequence[MetricRow]) -> list[str]:
-    """Return a sentence on each set of which more images are too near to a training image than of real test images.
+    """Return a sentence on each set with a larger share of images near to a training image than real test images.
 
-    The lower end of the interval of the share is above the 1 % of real images. Where this holds of no relative
+    The lower end of the interval of the share is above the 1 % of real images. Where this holds for no relative
     distance, the sentence names the other cause: blurred images are near to many training images.
     """
     found: dict[str, list[MetricRow]] = {}
@@ -163,10 +163,10 @@ def _pixels(images: ImageSet, options: LoaderOptions, size: int) -> Tensor:
     batches = options.pixels(images.source, size)
     vectors_ND = batches.stacked()
     place = {position: row for row, position in enumerate(batches.positions)}
-    missing = [position for position in images.judged.positions if position not in place]
+    missing = [position for position in images.scored.positions if position not in place]
     if missing:
         raise EvaluationError(f"{len(missing)} images of {images.name} could not be read again", "unreadable")
-    return vectors_ND[[place[position] for position in images.judged.positions]]
+    return vectors_ND[[place[position] for position in images.scored.positions]]
 
 
 def _nearest(spaces: Mapping[str, NearestImages], places: Mapping[str, NDArray[np.int64]], rows: slice) -> Nearest:

@@ -1,4 +1,4 @@
-"""Result of the evaluation of generated images: metric rows, and what the page shows."""
+"""Result of the evaluation of generated images: metric rows, and the data of the page."""
 
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
@@ -9,14 +9,14 @@ from medvl.eval.core.metric_rows import MetricRow
 from medvl.eval.core.results import Results, format_table, format_value
 from medvl.eval.generation.alignment import Aligned
 from medvl.eval.generation.fidelity import ALL
+from medvl.eval.generation.finding_classifier import FindingClassifier
 from medvl.eval.generation.findings import stated_labels
 from medvl.eval.generation.inputs import ImageSet
-from medvl.eval.generation.judge import FindingClassifier
 from medvl.eval.generation.memorisation import SPACES, Memorisation, describe_copies
 
 RECONSTRUCTED = "reconstructed"
 IMAGES_OF = "images, "
-"""Before the name of a folder, in the inputs: the hash of its images."""
+"""Prefix of a folder's name in the inputs, for the hash of its images."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -117,9 +117,9 @@ class GenerationResult:
         policy, names = LabelPolicy(**self.results.config["policy"]), self.classifier.names
         for images in self.generated:
             stated_NL = stated_labels(images, names, policy).tolist()
-            logits_NL, near = self.classifier.logits(images.judged.x_ND), self.memorisation.too_near(images.name)
+            logits_NL, near = self.classifier.logits(images.scored.x_ND), self.memorisation.too_near(images.name)
             nearest, aligned = self.memorisation.sets[images.name], self.aligned.get(images.name)
-            for row, position in enumerate(images.judged.positions):
+            for row, position in enumerate(images.scored.positions):
                 source = images.source.images.rows[position]
                 yield {
                     "set": images.name,

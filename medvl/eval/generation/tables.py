@@ -26,7 +26,7 @@ def mean_target(result: GenerationResult, metric: str = "auroc") -> str:
 
 
 def compared_sets(result: GenerationResult) -> list[str]:
-    """Return the names of the columns of the tables: the main folder, other folders, and what they compare with."""
+    """Return the names of the columns of the tables: the main folder, other folders, and the sets for comparison."""
     names = [images.name for images in result.generated]
     others = [(result.sets.real, "real"), (result.sets.rebuilt, RECONSTRUCTED)]
     return [*names, *(name for images, name in others if images is not None)]

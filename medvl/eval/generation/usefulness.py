@@ -15,8 +15,8 @@ from medvl.errors import EvaluationError, SplitError
 from medvl.eval.classification.label_policy import LabelPolicy
 from medvl.eval.core.metric_rows import MetricGroup, MetricRow, ranking_metrics
 from medvl.eval.core.metrics import Array
+from medvl.eval.generation.finding_classifier import findings_of, labels_of
 from medvl.eval.generation.findings import Resampling, means_over
-from medvl.eval.generation.judge import findings_of, labels_of
 from medvl.eval.probing.evaluate import choose_probe, suffix
 from medvl.eval.probing.features import FeatureTable
 from medvl.eval.probing.solver import Standardizer

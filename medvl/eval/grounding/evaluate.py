@@ -1,4 +1,4 @@
-"""Phrase grounding: heatmaps of a phrase against the boxes that radiologists drew for it.
+"""Phrase grounding: heat maps of a phrase against the boxes that radiologists drew for it.
 
 Protocol "grounding", version 1:
 
@@ -110,7 +110,7 @@ def phrase_grounding(
         maps: "attention", "similarity", or None for attention if the model has it, else similarity.
         rules: rules for comparing a map with boxes.
         smoothing: standard deviation of a Gaussian over similarity maps, in cells of the grid.
-        resamples, seed: of the bootstrap.
+        resamples, seed: number and seed of the bootstrap resamples.
         keep_maps: number of items per finding whose maps are kept for the page (random).
         checkpoint: its hash goes into the results.
 

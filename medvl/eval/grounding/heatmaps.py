@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from medvl.common.checks import check_choice
 from medvl.errors import EvaluationError
 from medvl.models import DualEncoder
 from medvl.models.heatmaps import on_image
@@ -47,9 +48,7 @@ def choose_maps(model: DualEncoder, maps: Maps | None) -> Maps:
     has_attention = isinstance(model, HasAttentionMaps)
     if maps is None:
         return "attention" if has_attention else "similarity"
-    if maps not in get_args(Maps):
-        message = f"expected one of {', '.join(get_args(Maps))}, got {maps!r}"
-        raise EvaluationError(message, "unknown_name", field="maps")
+    check_choice(maps, get_args(Maps), "maps", error=EvaluationError)
     if maps == "attention" and not has_attention:
         message = f"{model.name} has no attention of words to regions: use maps='similarity'"
         raise EvaluationError(message, "unsupported", field="maps")

@@ -15,6 +15,7 @@ from typing import Literal, get_args
 import numpy as np
 from numpy.typing import NDArray
 
+from medvl.common.checks import check_choice
 from medvl.data.transforms.image import Box
 from medvl.errors import EvaluationError
 
@@ -41,10 +42,8 @@ class MapRules:
     """Thresholds of the mean IoU. The default is BioViL's, which applies to unscaled cosines (`protocols`)."""
 
     def __post_init__(self) -> None:
-        for name, value, known in (("unseen", self.unseen, Unseen), ("scale", self.scale, Scale)):
-            if value not in get_args(known):
-                message = f"expected one of {', '.join(get_args(known))}, got {value!r}"
-                raise EvaluationError(message, "unknown_name", field=name)
+        check_choice(self.unseen, get_args(Unseen), "unseen", error=EvaluationError)
+        check_choice(self.scale, get_args(Scale), "scale", error=EvaluationError)
         if not self.thresholds or len(set(self.thresholds)) != len(self.thresholds):
             message = f"expected one or more distinct thresholds, got {list(self.thresholds)}"
             raise EvaluationError(message, "out_of_range", field="thresholds")

@@ -179,7 +179,7 @@ def draw_grounding(
 
     Args:
         pixels: (H, W) or (H, W, 3).
-        map_HW: of the same size; NaN pixels (outside of the model's crop) are darkened.
+        map_HW: map of the same size; NaN pixels (outside of the model's crop) are darkened.
         boxes: in pixels of the image.
         side: longer side of the picture.
     """

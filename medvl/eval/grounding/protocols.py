@@ -14,8 +14,9 @@ cell by default), and a pixel at a threshold is above it. GLoRIA and MGCA publis
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Literal, get_args
+from typing import Literal
 
+from medvl.common.checks import check_choice
 from medvl.errors import EvaluationError
 from medvl.eval.grounding.heatmaps import Maps
 from medvl.eval.grounding.metrics import MapRules
@@ -56,9 +57,7 @@ def grounding_protocol(
 
     Raises EvaluationError for an unknown name, or settings together with the protocol of a paper.
     """
-    if name not in _PROTOCOLS:
-        message = f"expected one of {', '.join(get_args(GroundingProtocolName))}, got {name!r}"
-        raise EvaluationError(message, "unknown_name", field="protocol")
+    check_choice(name, _PROTOCOLS, "protocol", error=EvaluationError)
     if name == "medvl":
         return GroundingProtocol(maps=maps, rules=rules or MapRules(), smoothing=smoothing or 0.0)
     settings = {"maps": maps, "rules": rules, "smoothing": smoothing}

@@ -16,7 +16,7 @@ def headline(title: str, row: MetricRow) -> tuple[str, str, str]:
 def header_facts(
     results: Results, header: PageHeader, *, units: str, extra: Sequence[tuple[str, str]] = ()
 ) -> list[tuple[str, str]]:
-    """Return (name, value) pairs on what was evaluated and how, for `Page.facts`.
+    """Return (name, value) pairs about data, model and protocol, for `Page.facts`.
 
     Args:
         results: results of the evaluation.

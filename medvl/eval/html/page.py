@@ -46,7 +46,7 @@ class Picture:
     source: str
     """Data URI from `thumbnail_uri`, or of the plot (`plot_picture`)."""
     alternative: str
-    """What is seen, for readers who do not see it."""
+    """Description for readers who cannot see the picture."""
     lines: Sequence[str] = ()
     scale: ColorScale | None = None
     plot: Plot | None = None

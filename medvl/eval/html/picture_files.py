@@ -1,4 +1,4 @@
-"""Files of a page's galleries and heat maps: each picture as a JPEG file, and a list with what it shows."""
+"""Files of a page's galleries and heat maps: each picture as a JPEG file, and a list of their descriptions."""
 
 import base64
 import csv

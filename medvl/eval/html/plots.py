@@ -140,10 +140,10 @@ def interval_plot(
 ) -> Plot:
     """Plot one line per row: points with intervals for the systems, ticks for the baselines.
 
-    The axis holds all values and intervals, and no more.
+    The axis covers exactly the range of all values and intervals.
 
     Args:
-        name: of the files.
+        name: name of the files.
         rows: names of the lines, from the top.
         systems: values with intervals.
         baselines: values drawn as ticks.

@@ -1,1 +1,1 @@
-"""Masked prediction: which words of report sentences a language model fills in."""
+"""Masked prediction: words of report sentences that a language model fills in."""

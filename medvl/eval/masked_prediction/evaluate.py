@@ -8,8 +8,8 @@ Protocol "masked_prediction", version 2:
 * All pieces of the word are replaced by the mask token, so that the model knows their number. "accuracy@1" is the share
   of words whose pieces are all the most probable ones at their places, "accuracy@5" the share whose pieces are all
   among the five most probable ones.
-* "floor@k" is the share of the k most frequent words of the kind: what a model reaches that knows the kind and the
-  frequencies of these sentences, and does not read the sentence. "gain@k" is the accuracy minus the floor, paired.
+* "floor@k" is the share of the k most frequent words of the kind: the accuracy of a model that knows the kind and the
+  frequencies of these sentences, but does not read the sentence. "gain@k" is the accuracy minus the floor, paired.
 * "nll" is the negative log-likelihood of the word in nats: the sum over its pieces, all hidden, so that models with
   different vocabularies can be compared. It also differs between models that predict none of the
   words yet.
@@ -48,7 +48,7 @@ KS = (1, 5)
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class MaskedPredictionResult:
-    """Results, with the sentences, the hidden words and what the model filled in."""
+    """Results, with the sentences, the hidden words and the model's words."""
 
     results: Results
     sentences: Sentences
@@ -86,10 +86,10 @@ def evaluate_masked_prediction(
     """Evaluate a language model by the protocol of this module.
 
     Args:
-        model: with a tokenizer that has a mask token.
+        model: language model with a tokenizer that has a mask token.
         source: samples with texts.
         sections: sections of the reports.
-        limit: first distinct sentences that are used; None for all.
+        limit: maximum number of distinct sentences, from the start; None for all.
         batch: words per forward pass.
         resamples, seed: number and seed of the bootstrap resamples.
         checkpoint: the model's, whose hash is recorded.

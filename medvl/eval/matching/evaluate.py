@@ -2,7 +2,7 @@
 
 Protocol "image_text_matching", version 1:
 
-* An item is an image with a text. Its other text is that of the next image, in the order of the data, of another
+* An item is an image with a text. Its other text is the text of the next image, in the order of the data, of another
   patient with another text; white space is collapsed. Its mirror is its text with left and right exchanged, if it names
   a side.
 * "above_other" is the share of images that score higher with their own text than with the other one, "above_mirror"

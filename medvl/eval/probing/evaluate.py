@@ -233,7 +233,7 @@ def _with_scores(run: ProbeRun, data: _Data, scored: Mapping[str, ScoredImages])
 def choose_probe(
     x_ND: Tensor, y_NL: Array, valid_x_ND: Tensor, valid_y_NL: Array, penalties: Sequence[float] = PENALTIES
 ) -> ChosenProbe:
-    """Fit probes to standardised features with several penalties; return that of the best mean validation AUROC.
+    """Fit probes to standardised features with several penalties; return the one with the best mean validation AUROC.
 
     Raises EvaluationError if no label has positives and negatives among the validation images.
     """

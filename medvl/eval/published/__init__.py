@@ -1,1 +1,1 @@
-"""Numbers of published papers: what a recipe should reproduce with the paper's weights and data."""
+"""Numbers of published papers, which a recipe should reproduce with the paper's weights and data."""

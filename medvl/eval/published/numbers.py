@@ -29,7 +29,7 @@ class PublishedNumber:
     value: float
     command: str
     checked: bool
-    """Whether it was read in the source; a number that was not must be looked up before it is quoted."""
+    """Whether the number was verified in the source; others must be looked up before they are quoted."""
     note: str = ""
 
 

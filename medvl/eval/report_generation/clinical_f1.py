@@ -1,4 +1,4 @@
-"""Clinical F1: findings that both a generated report and its reference assert, according to the rule-based labeler.
+"""Clinical F1: findings asserted by a generated report and by its reference, according to the rule-based labeler.
 
 A finding of a report is positive or not. Precision, recall and F1 are computed from counts over reports: for each
 finding; micro, from the counts of all findings together; macro, as the mean over findings. A finding that is in no

@@ -131,7 +131,7 @@ def evaluate_reports(
         others: reports of the same images, in the same order, by the name of their decoding.
         uncertain: label of findings that a report mentions as uncertain.
         extra: further metrics of `reports`, such as those of `medvl.eval.report_generation.external_scores`.
-        resamples, seed: of the bootstrap.
+        resamples, seed: number and seed of the bootstrap resamples.
         config, inputs, details: further entries of the results.
 
     Raises EvaluationError if there is no report, a reference is empty, or other decodings have other images.

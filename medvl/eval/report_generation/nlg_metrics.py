@@ -87,7 +87,7 @@ def report_scores(generated: Sequence[str], reference: Sequence[str], cider: Cid
 
 
 def bleu_metrics(pairs: Sequence[tuple[list[str], list[str]]], *, subgroup: str = "", ending: str = "") -> MetricGroup:
-    """Return corpus BLEU of pairs of a generated text and its reference, as words; `ending` is that of the names."""
+    """Return corpus BLEU of pairs of generated and reference words; `ending` is appended to the names."""
     matches_NK = np.array([[ngram_matches(*pair, order) for order in range(1, ORDERS + 1)] for pair in pairs], float)
     generated_N, reference_N = (np.array([len(pair[side]) for pair in pairs], float) for side in (0, 1))
     total_NK = np.maximum(generated_N[:, None] - np.arange(ORDERS), 0)

@@ -11,7 +11,8 @@ Protocol "class_retrieval", version 1, over candidates and queries that are fixe
 * Over a list: image queries (all candidates, if the list has none) and text queries against candidate images, and
   candidate images against the candidates' own texts (findings and impression of a report), if every candidate has one.
 * Over a folder: a named policy resolves labels; a candidate whose label is left out is not a hit.
-* `details["chance"]` is the expected precision of a random order, over a list that of all candidates.
+* `details["chance"]` is the expected precision of a random order; for a fixed list, the precision of all its
+  candidates.
 * Intervals: the bootstrap resamples queries, images by patient; the candidates are fixed.
 
 CheXpert 8x200: ConVIRT, arXiv 2010.00747, section 4.3, with k = 5, 10, 50. 5x200: GLoRIA, ICCV 2021.
@@ -52,8 +53,8 @@ KS = (5, 10, 50)
 _CHUNK = 256
 
 
-class Asked(NamedTuple):
-    """A query: what it is, and what it is resampled with."""
+class Query(NamedTuple):
+    """A query and its bootstrap unit."""
 
     query: str
     """Key of an image, or a text."""
@@ -64,7 +65,7 @@ class Asked(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Queries:
-    """Queries of one direction with the precision of what is nearest to them."""
+    """Queries of one direction with the precision of their nearest candidates."""
 
     direction: str
     """ "image to image", ...; empty for the images of a folder."""
@@ -72,13 +73,13 @@ class Queries:
     """k -> (Q, L)"""
     relevant_QL: Array
     """1.0 if a query has a class."""
-    asked: Sequence[Asked]
+    queries: Sequence[Query]
 
     def measure(self, names: Sequence[str], *, resamples: int, seed: int) -> tuple[MetricRow, ...]:
         """Return all rows of this direction, with queries resampled by patient."""
         values = [(k, np.where(self.relevant_QL == 1, of_k_QL, np.nan)) for k, of_k_QL in self.precision.items()]
         groups = [precision_metrics(k, values_QL, names, self.direction) for k, values_QL in values]
-        patients = [asked.patient for asked in self.asked]
+        patients = [query.patient for query in self.queries]
         return measure(groups, len(patients), resamples=resamples, seed=seed, groups=patients)
 
 
@@ -93,11 +94,11 @@ class ClassRetrievalResult:
     def predictions(self) -> Iterator[Mapping[str, Any]]:
         """Yield one JSON line per query: k -> class -> precision, for the classes that the query has."""
         for one in self.queries:
-            for row, asked in enumerate(one.asked):
+            for row, query in enumerate(one.queries):
                 has = [column for column, value in enumerate(one.relevant_QL[row]) if value == 1]
                 yield {
                     "direction": one.direction,
-                    **asked._asdict(),
+                    **query._asdict(),
                     "precision": {
                         str(k): {self.classes[column]: float(of_k_QL[row, column]) for column in has}
                         for k, of_k_QL in one.precision.items()
@@ -146,7 +147,7 @@ def image_retrieval(
         loader: over labelled images.
         ks: numbers of nearest candidates.
         policy: treatment of uncertain and missing labels.
-        resamples, seed: of the bootstrap.
+        resamples, seed: number and seed of the bootstrap resamples.
         checkpoint: its hash goes into the results.
 
     Raises:
@@ -171,7 +172,7 @@ def image_retrieval(
         images.global_NE, images.global_NE, relevant_NL, ks, excluded=lambda rows: patient_N[rows, None] == patient_N
     )
     kept = [names[index] for index in used]
-    queries = Queries("", precision, relevant_NL, [_asked(sample) for sample in samples])
+    queries = Queries("", precision, relevant_NL, [_query(sample) for sample in samples])
     results = Results(
         protocol=FOLDER_PROTOCOL,
         protocol_version=PROTOCOL_VERSION,
@@ -213,7 +214,7 @@ def class_retrieval(
         loader: over the images of the list; other images are ignored.
         retrieval_list: candidates and queries.
         ks: numbers of nearest candidates.
-        resamples, seed: of the bootstrap.
+        resamples, seed: number and seed of the bootstrap resamples.
         checkpoint: its hash goes into the results.
 
     Raises EvaluationError if an image of the list is missing, or there are fewer than k candidates.
@@ -251,8 +252,8 @@ def class_retrieval(
     return ClassRetrievalResult(results, classes, tuple(directions))
 
 
-def _asked(sample: Sample) -> Asked:
-    return Asked(sample.key, sample.patient, subgroups_of(sample))
+def _query(sample: Sample) -> Query:
+    return Query(sample.key, sample.patient, subgroups_of(sample))
 
 
 def _image_queries(
@@ -272,8 +273,8 @@ def _image_queries(
         ks,
         excluded=lambda rows: torch.from_numpy(key_Q[rows, None] == key_N),
     )
-    asked = [_asked(samples[position[key]]) for key, _ in queries]
-    return Queries("image to image", precision, _relevance(queries, classes), asked)
+    sampled = [_query(samples[position[key]]) for key, _ in queries]
+    return Queries("image to image", precision, _relevance(queries, classes), sampled)
 
 
 def _text_queries(
@@ -284,8 +285,8 @@ def _text_queries(
         texts = embed_texts(model, [text for text, _ in queries])
         similarity_NQ = Similarity(model, _select(images, candidates, position), texts).matrix()
         precision = _precisions_of(similarity_NQ.T, _relevance(candidates, classes), ks)
-        asked = [Asked(text, f"text {number}", {}) for number, (text, _) in enumerate(queries)]
-        yield Queries("text to image", precision, _relevance(queries, classes), asked)
+        sampled = [Query(text, f"text {number}", {}) for number, (text, _) in enumerate(queries)]
+        yield Queries("text to image", precision, _relevance(queries, classes), sampled)
 
 
 def _report_queries(
@@ -303,8 +304,8 @@ def _report_queries(
         texts = embed_texts(model, reports)
         similarity_NM = Similarity(model, _select(images, candidates, position), texts).matrix()
         relevant_NL = _relevance(candidates, retrieval_list.classes)
-        asked = [_asked(sample) for sample in candidate_samples]
-        yield Queries("image to text", _precisions_of(similarity_NM, relevant_NL, ks), relevant_NL, asked)
+        sampled = [_query(sample) for sample in candidate_samples]
+        yield Queries("image to text", _precisions_of(similarity_NM, relevant_NL, ks), relevant_NL, sampled)
 
 
 def _encode(model: Model, loader: Loader) -> tuple[Embeddings, list[Sample], dict[str, int]]:

@@ -68,7 +68,7 @@ def sample_examples(
         names: the distinct texts.
         text_of_N: index of each image's text.
         queries: number of queries.
-        seed: of the sampling.
+        seed: seed of the sampling.
     """
     rng = np.random.default_rng(seed)
     text_K = torch.from_numpy(rng.permutation(len(names))[: 4 * queries])

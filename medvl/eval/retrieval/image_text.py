@@ -110,7 +110,7 @@ def image_text_retrieval(
         model: the dual-encoder.
         loader: over samples with text.
         ks: ranks of the recalls.
-        resamples, seed: of the bootstrap.
+        resamples, seed: number and seed of the bootstrap resamples.
         autocast: dtype of the image encoder; similarities stay in float32.
         checkpoint: its hash goes into the results.
         examples: number of random queries of each direction for the page.

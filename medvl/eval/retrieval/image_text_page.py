@@ -36,7 +36,7 @@ def write_retrieval_page(
     """Write the page as one HTML file and return its path; other arguments as in `write_zero_shot_page`.
 
     Args:
-        result: from `image_text_retrieval`; its examples are shown, if there are any.
+        result: result of `image_text_retrieval`; its examples are shown, if there are any.
         pixels: key -> image; None for a page without images.
         labels: key -> labels, which color the embeddings.
     """

@@ -40,7 +40,7 @@ def label_gains(
     """Return the gains of image to text and of text to image; a text has the labels of all its images.
 
     Args:
-        similarity: of all images with all texts.
+        similarity: similarity of all images with all texts.
         images_NL: positive labels of the images.
         text_of_N: index of each image's text.
         ks: ranks at which gains are summed.

@@ -95,7 +95,7 @@ def reranked_retrieval(
         shortlist_model: the dual-encoder that makes the shortlists; None if `model` is also a dual-encoder.
         ks, resamples, seed: as for `image_text_retrieval`.
         autocast: dtype of encoders and fusion-encoder; similarities and scores stay in float32.
-        checkpoint: of `model`; its hash goes into the results.
+        checkpoint: checkpoint of `model`; its hash goes into the results.
 
     Raises:
         EvaluationError: a loader does not give every sample once, the two loaders differ, there are fewer than two
@@ -159,7 +159,7 @@ def reranked_ranks(
     """Return the ranks as the protocol defines them.
 
     Args:
-        similarity_NM: of the dual-encoder.
+        similarity_NM: similarity by the dual-encoder.
         text_of_N: index of each image's text; every text must have an image.
         shortlist: K.
         before: ranks of the dual-encoder alone.

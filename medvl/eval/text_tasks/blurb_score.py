@@ -9,7 +9,7 @@ from medvl.data.text_tasks.tasks import BLURB
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class BlurbScore:
-    """A mean over the groups of BLURB, and what it leaves out."""
+    """A mean over the groups of BLURB, and the sets that it leaves out."""
 
     value: float
     groups: tuple[float, ...]
@@ -21,7 +21,7 @@ class BlurbScore:
 
     @property
     def name(self) -> str:
-        """Return "BLURB", or a name that says what is left out."""
+        """Return "BLURB", or a name that lists the missing sets."""
         return "BLURB" if not self.missing else f"mean without {', '.join(self.missing)}"
 
 

@@ -4,7 +4,7 @@ Protocol "text_tasks", version 1:
 
 * One linear layer on the last hidden states; the whole encoder is trained with it. Tags are predicted at the first
   piece of each given word; words that were truncated count as the first tag (no entity).
-* Learning rate, batch size and epochs are those of the grid with the best metric on the dev split, from the first seed.
+* Learning rate, batch size and epochs are chosen from the grid by the metric on the dev split, with the first seed.
   A grid of one setting is not searched.
 * The metric of a task is the mean over the seeds. Seeds change the head, dropout and the order of examples; with random
   weights also the encoder. Its standard deviation over seeds is the row "..._sd".
@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 
+from medvl.common.checks import check_within
 from medvl.data.text_tasks.read import Splits, available_tasks, read_text_task
 from medvl.data.text_tasks.relations import RelationText
 from medvl.data.text_tasks.tasks import TASKS, Split, TextExample, TextTask
@@ -65,14 +66,13 @@ class TextTaskOptions:
     relation_form: RelationText = "dummies"
     relation_pool: TextPool = "first"
     train_limit: int | None = None
-    """first training examples that are used; None for all"""
+    """maximum number of training examples, from the start; None for all"""
     autocast: torch.dtype | None = None
     resamples: int = 1000
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if any(number is not None and number < 1 for number in (self.seeds, self.train_limit)):
-            raise ConfigError("seeds and train_limit must be at least 1", "out_of_range", field="seeds")
+        check_within(self, "[1, inf)", "seeds", "train_limit")
         if self.relation_pool == "tokens":
             raise ConfigError("relations are read from the first token, mentions or starts", "unknown_name")
 
@@ -83,7 +83,7 @@ class TextTaskOptions:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class TaskRun:
-    """What one encoder predicted on the test split of a task."""
+    """Predictions of one encoder on the test split of a task."""
 
     settings: FinetuneSettings
     dev: float | None
@@ -137,8 +137,8 @@ def evaluate_text_tasks(
         root: folder with the data, see `medvl.data.text_tasks.read`.
         tasks: names from `medvl.data.text_tasks.tasks.TASKS`.
         options: settings; default: the paper's grid and numbers of seeds.
-        other: a second encoder with the same settings and seeds, for rows of differences: the same encoder with random
-            weights, say.
+        other: a second encoder with the same settings and seeds, for rows of differences, such as the same encoder with
+            random weights.
         device: where to train.
         report: called with a line after each fine-tuning and after each task.
 
@@ -265,14 +265,14 @@ def _run(
 
 
 def _chosen(
-    grid: Sequence[FinetuneSettings], judge: Callable[[FinetuneSettings], float]
+    grid: Sequence[FinetuneSettings], dev_metric: Callable[[FinetuneSettings], float]
 ) -> tuple[FinetuneSettings, float | None]:
     """Return the settings with the best dev metric (undefined counts as worst), the first of equals."""
     if not grid:
         raise ConfigError("the grid has no settings", "empty", field="grid")
     if len(grid) == 1:
         return grid[0], None
-    values = [judge(settings) for settings in grid]
+    values = [dev_metric(settings) for settings in grid]
     best = max(range(len(grid)), key=lambda index: (values[index] == values[index], values[index], -index))
     return grid[best], values[best]
 

@@ -12,9 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from medvl.common.checks import check_within
 from medvl.common.seeding import derive, preserve_generators, reseed
 from medvl.encoders import TextEncoder
-from medvl.errors import ConfigError
 from medvl.eval.text_tasks.encoding import Batch, EncodedTask
 from medvl.eval.text_tasks.metrics import Predicted
 from medvl.models.downstream.text_head import TextHead, TextPool
@@ -31,9 +31,7 @@ class FinetuneSettings:
     epochs: int = 20
 
     def __post_init__(self) -> None:
-        for name in ("lr", "batch", "epochs"):
-            if getattr(self, name) <= 0:
-                raise ConfigError(f"{name} must be positive, got {getattr(self, name)}", "out_of_range", field=name)
+        check_within(self, "(0, inf)", "lr", "batch", "epochs")
 
     def __str__(self) -> str:
         return f"lr {self.lr:g}, batch {self.batch}, {self.epochs} epochs"
@@ -68,8 +66,8 @@ def finetune(
         make_encoder: returns a new encoder with the weights to start from.
         train: training examples.
         settings: learning rate, batch size and epochs.
-        pool: what the linear layer reads; "tokens" for tags.
-        seed: of the head, dropout and the order of examples.
+        pool: input of the linear layer; "tokens" for tags.
+        seed: seed of the head, dropout and the order of examples.
         device, autocast: device, and dtype of matrix products, None for float32.
     """
     with preserve_generators(device):

@@ -1,7 +1,7 @@
 """Text encoders for an evaluation: of a checkpoint, by name, or with random weights."""
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,19 +28,10 @@ def encoder_of_checkpoint(checkpoint: Path, *, random: bool = False) -> Evaluate
     vocabulary = find_checkpoint(checkpoint) / "tokenizer"
     if not vocabulary.is_dir():
         raise ConfigError(f"{checkpoint} has no vocabulary", "missing", field="checkpoint")
-    state = None if random else encoder.state_dict()
-    config = dict(encoder.config)
-
-    def make(seed: int) -> TextEncoder:
-        with seeded(seed):
-            new = create_text_encoder(**config)
-        if state is not None:
-            new.load_state_dict(state)
-        return new
-
+    create = functools.partial(create_text_encoder, **encoder.config)
     return EvaluatedEncoder(
         name=f"{model.name} ({checkpoint}{', random weights' if random else ''})",
-        make=make,
+        make=functools.partial(_make, create, None if random else encoder.state_dict()),
         tokenizer=lambda length: load_tokenizer(vocabulary, max_tokens=length),
         max_tokens=encoder.max_tokens,
         sha256=None if random else checkpoint_sha256(checkpoint),
@@ -64,18 +55,18 @@ def encoder_by_name(
     )
     with seeded(0):
         first = create(pretrained=weights or False)
-    state = None if weights is None else first.state_dict()
-
-    def make(seed: int) -> TextEncoder:
-        with seeded(seed):
-            encoder = create()
-        if state is not None:
-            encoder.load_state_dict(state)
-        return encoder
-
     return EvaluatedEncoder(
         name=f"{name}{'' if weights else ', random weights'}",
-        make=make,
+        make=functools.partial(_make, create, None if weights is None else first.state_dict()),
         tokenizer=lambda length: load_tokenizer(vocabulary, max_tokens=length),
         max_tokens=first.max_tokens,
     )
+
+
+def _make(create: Callable[[], TextEncoder], state: Mapping[str, Any] | None, seed: int) -> TextEncoder:
+    """Return a new encoder with random numbers from the seed, and with these weights if there are any."""
+    with seeded(seed):
+        encoder = create()
+    if state is not None:
+        encoder.load_state_dict(state)
+    return encoder

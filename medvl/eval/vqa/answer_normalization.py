@@ -14,6 +14,7 @@ import re
 import unicodedata
 from collections.abc import Callable, Mapping
 
+from medvl.common.checks import check_choice
 from medvl.errors import EvaluationError
 
 Normalizer = Callable[[str], str]
@@ -92,7 +93,5 @@ NORMALIZERS: Mapping[str, Normalizer] = {
 
 def get_normalizer(name: str) -> Normalizer:
     """Return the normalizer of that name. Raises `EvaluationError` if there is none."""
-    if name not in NORMALIZERS:
-        message = f"no normalizer {name!r}: choose one of {', '.join(NORMALIZERS)}"
-        raise EvaluationError(message, "unknown_name", field="normalizer")
+    check_choice(name, NORMALIZERS, "normalizer", error=EvaluationError)
     return NORMALIZERS[name]

@@ -102,7 +102,7 @@ def evaluate_answers(
         protocol: a protocol or its name.
         split: split of the evaluated questions.
         vocabulary: answers of the classifier, for the ceiling; default the protocol's own.
-        resamples, seed: of the bootstrap.
+        resamples, seed: number and seed of the bootstrap resamples.
         inputs: further hashes for the results (the checkpoint).
 
     Raises:

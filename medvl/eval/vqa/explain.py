@@ -42,7 +42,7 @@ def explain(model: VQA, source: QuestionSource, ids: Collection[str], *, answers
     Args:
         model: in any mode.
         source: the questions, with the model's answers as labels.
-        ids: of questions.
+        ids: ids of the questions to explain.
         answers: number of most likely answers.
     """
     explanations: dict[str, Explanation] = {}

@@ -60,13 +60,13 @@ def write_vqa_page(
     """Write the page as one HTML file and return its path.
 
     Args:
-        result: from `evaluate_answers`.
-        path: of the file; its folder is created if necessary.
+        result: result of `evaluate_answers`.
+        path: path of the file; its folder is created if necessary.
         header: name of the model, empty for baselines alone, and the date; the result names its data itself.
         pixels: question id -> image; None for a page without images.
         explain: None for a page without next best answers and attention maps.
         examples: number of correct and of wrong answers, for closed and for open questions each.
-        seed: of the sampling of examples.
+        seed: seed of the sampling of examples.
     """
     sections: list[Section] = [_accuracy_table(result), *_plot(result), *_group_table(result)]
     if MODEL in result.systems:

@@ -10,6 +10,7 @@ import re
 from collections.abc import Mapping
 from typing import Literal
 
+from medvl.common.checks import check_choice
 from medvl.data.annotations.questions import Question
 from medvl.errors import EvaluationError
 from medvl.eval.vqa.answer_normalization import NORMALIZER, get_normalizer
@@ -92,8 +93,8 @@ def _llava_med(answer: str, right: str, answer_type: str) -> float:
     """Return the credit of an answer as in LLaVA-Med v1.0's `run_eval.py` and `evaluate_metrics.py`.
 
     Closed: 1 if the output contains "yes" or "no", and the right answer; the released script leaves a wrong answer
-    with "yes" or "no" out of its denominator, and here it stays. Open: recall of the right words, in which a shared
-    word counts as often as the output has it, and a missed one as often as the right answer has it.
+    with "yes" or "no" out of its denominator, and here it stays. Open: recall of the right words; a shared word counts
+    by its occurrences in the output, and a missed one by its occurrences in the right answer.
     """
     if answer_type == "closed":
         return float(("yes" in answer or "no" in answer) and right in answer)
@@ -151,7 +152,5 @@ PUBLISHED_PROTOCOLS = tuple(protocol.name for protocol in _ALL if protocol.flaw)
 
 def get_protocol(name: str) -> VQAProtocol:
     """Return the protocol of that name. Raises `EvaluationError` if there is none."""
-    if name not in PROTOCOLS:
-        message = f"no VQA protocol {name!r}: choose one of {', '.join(PROTOCOLS)}"
-        raise EvaluationError(message, "unknown_name", field="protocol")
+    check_choice(name, PROTOCOLS, "protocol", error=EvaluationError)
     return PROTOCOLS[name]

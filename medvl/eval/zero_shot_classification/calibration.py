@@ -4,7 +4,7 @@
 
 `medvl eval calibrate` fits it and writes `RUN/eval/calibration/PROMPTS.json` beside the checkpoint; `medvl serve`
 reads it from there. A calibration belongs to one checkpoint and one prompt set, whose hashes it holds. Probabilities
-are those of patients like the validation patients: with another prevalence they are biased.
+hold for patients like the validation patients: with another prevalence they are biased.
 
 Shape letters: N images, L classes.
 """

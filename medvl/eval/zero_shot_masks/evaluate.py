@@ -21,6 +21,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor, nn
 
+from medvl.common.checks import check_choice
 from medvl.data.loading.dense_targets import annotated_labels
 from medvl.data.reports.statements import statement
 from medvl.errors import EvaluationError
@@ -128,7 +129,7 @@ def evaluate_zero_shot_masks(
         model: any dual-encoder whose image encoder has patches.
         loader: over samples with masks or boxes, or with empty lists of them.
         valid_loader: over images of other patients, for choosing thresholds; without it they are 0.5.
-        labels: to evaluate; default all that the annotations of `loader` name.
+        labels: labels to evaluate; default all that occur in the annotations of `loader`.
         phrases: label -> phrase; default `medvl.data.statement`.
         maps, smoothing: as in `phrase_grounding`.
         scale: see the protocol.
@@ -136,14 +137,12 @@ def evaluate_zero_shot_masks(
 
     Raises EvaluationError as `phrase_grounding` and `mask_segmentation` do, and SplitError as the latter.
     """
-    if scale not in get_args(Scale):
-        message = f"expected scale to be one of {', '.join(get_args(Scale))}, got {scale!r}"
-        raise EvaluationError(message, "unknown_name", field="scale")
+    check_choice(scale, get_args(Scale), "scale", error=EvaluationError)
     chosen = _choose_labels(loader, labels)
-    asked = tuple((phrases or {}).get(name, statement(name)) for name in chosen)
+    statements = tuple((phrases or {}).get(name, statement(name)) for name in chosen)
     kind = choose_maps(model, maps)
     segmenter = PhraseSegmenter(
-        model=model, config=MaskLabels(labels=chosen), phrases=asked, kind=kind, scale=scale, smoothing=smoothing
+        model=model, config=MaskLabels(labels=chosen), phrases=statements, kind=kind, scale=scale, smoothing=smoothing
     )
     result = mask_segmentation(
         segmenter,
@@ -156,7 +155,7 @@ def evaluate_zero_shot_masks(
         keep_maps=keep_maps,
         checkpoint=checkpoint,
     )
-    settings: dict[str, Any] = {"phrases": list(asked), "maps": kind, "scale": scale, "smoothing": smoothing}
+    settings: dict[str, Any] = {"phrases": list(statements), "maps": kind, "scale": scale, "smoothing": smoothing}
     results = dataclasses.replace(
         result.results,
         protocol=PROTOCOL,

@@ -51,7 +51,7 @@ def export_hugging_face(model: System, out: Path | str) -> Exported:
 
     Args:
         model: any system with an image and a text encoder, a language model, or KAD's knowledge encoder.
-        out: new folder: that of a `CLIPModel`, of a model for `AutoModelForMaskedLM`, or with `image_encoder` and
+        out: new folder of a `CLIPModel`, of a model for `AutoModelForMaskedLM`, or with `image_encoder` and
             `text_encoder` in it.
 
     Raises:

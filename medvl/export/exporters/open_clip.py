@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import safetensors.torch
 import torch
 from torch import Tensor, nn
 
@@ -58,8 +59,6 @@ def export_open_clip(model: System, out: Path | str) -> Exported:
         ConfigError: the model is not a CLIP, or open_clip does not support one of its parts; the message names it.
         CheckpointError: open_clip's embeddings differ.
     """
-    import safetensors.torch
-
     if not isinstance(model, CLIP):
         message = f"open_clip does not support {model.name}: export clip, chexzero or siglip"
         raise ConfigError(message, "unsupported", field="model")

@@ -1,7 +1,7 @@
 """Export to the files of the authors' code: whole systems, under their published names.
 
-What the authors' classes have and no output depends on is written as zeros where their loaders require it (the
-classifier of BioViL's ResNet, the pooler of MedCLIP's BERT), and else left out (cross-attention in MGCA's BERT).
+Tensors of the authors' classes that no output depends on are written as zeros where their loaders require them (the
+classifier of BioViL's ResNet, the pooler of MedCLIP's BERT), and left out otherwise (cross-attention in MGCA's BERT).
 """
 
 from collections.abc import Mapping, Sequence

@@ -26,7 +26,7 @@ LAYERS = {layer.__name__: layer for layer in (nn.Linear, nn.LayerNorm, nn.ReLU, 
 
 
 class DualEncoder(nn.Module):
-    """Image and text encoder with their heads; `folder` is the exported one, wherever it lies."""
+    """Image and text encoder with their heads; `folder` is the exported folder, which may have been moved."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__()

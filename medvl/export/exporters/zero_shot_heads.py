@@ -27,8 +27,9 @@ def write_heads(model: TwoTowers, folder: Path, arguments: Mapping[str, Mapping[
 
     Args:
         model: the exported system.
-        folder: with `image_encoder` and `text_encoder` already in it.
-        arguments: of `AutoModel.from_pretrained` for "image" and "text"; None for an encoder in medvl's format.
+        folder: folder that already contains `image_encoder` and `text_encoder`.
+        arguments: arguments of `AutoModel.from_pretrained` for "image" and "text"; None for an encoder in medvl's
+            format.
 
     Returns an empty mapping, and writes nothing, where one vector for each image and text does not make the similarity,
     or the loader does not compute the same.

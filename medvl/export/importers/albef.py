@@ -13,7 +13,7 @@ _TEACHER = "momentum.module."
 
 
 def _towers(suffix: str, target: str) -> list[KeyRule]:
-    """Return the rules of what the model and its moving average both have.
+    """Return the rules of the parts that the model and its moving average share.
 
     Args:
         suffix: end of the names in the file: "" or "_m".

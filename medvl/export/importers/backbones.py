@@ -149,7 +149,7 @@ def clip_image(source: str) -> list[KeyRule]:
 
 
 def clip_image_tower(source: str) -> list[KeyRule]:
-    """Return the rules of CLIP's image encoder inside the rest of a CLIP model, as METER has it."""
+    """Return the rules of CLIP's image encoder inside the rest of a CLIP model, as in METER."""
     unused = ("positional_embedding", "token_embedding.weight", "ln_final.*")
     leftover = (drop(f"{source}.{name}", "a remainder of CLIP's text encoder, never used") for name in unused)
     return [*clip_image(f"{source}.visual."), *leftover]

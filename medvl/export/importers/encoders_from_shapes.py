@@ -38,7 +38,7 @@ def build_encoders(shapes: Shapes, image: Options | None, text: Options | None) 
     """Build encoders with random weights for tensors of these shapes.
 
     Args:
-        shapes: of the tensors, by medvl's names.
+        shapes: shapes of the tensors, by medvl's names.
         image, text: arguments that the shapes do not determine; None if the file has no such encoder.
 
     Raises WeightsError if the architecture is not known.

@@ -1,4 +1,4 @@
-"""Key tables of systems of which only the encoders are imported."""
+"""Key tables of systems whose encoders alone are imported."""
 
 from medvl.encoders.presets import IMAGENET_MEAN, IMAGENET_STD
 from medvl.export.importers import backbones

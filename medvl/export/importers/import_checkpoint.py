@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import safetensors.torch
 import torch
 from torch import Tensor, nn
 
@@ -219,8 +220,6 @@ def _save(imported: Imported, out: Path) -> None:
 
 def save_encoder(encoder: nn.Module, folder: Path) -> None:
     """Write one encoder into a new folder: its weights, and its factory arguments in `encoder.json`."""
-    import safetensors.torch
-
     assert isinstance(encoder, ImageEncoder | TextEncoder)
     kind = "image" if isinstance(encoder, ImageEncoder) else "text"
     folder.mkdir(parents=True)

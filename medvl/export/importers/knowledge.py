@@ -105,7 +105,7 @@ def _graph_attention(source: str, target: str) -> list[KeyRule]:
 
 
 def _entity_layers() -> list[KeyRule]:
-    """Return the rules of the entities' stream, of which medvl leaves out what its last layers do not read."""
+    """Return the rules of the entities' stream; parts that no later layer reads are dropped."""
     last, layer, entities = _LAYERS - 1, f"{_TEXT_LAYERS}.*", "fusion.text_layers.*.entities"
     feed_forward = "knowledge_intermediate", "knowledge_output"
     unread = ("knowledge_attention", "knowledge_crossattention", "image2knowledge", "knowledge2text", *feed_forward)

@@ -1,6 +1,6 @@
-"""Key table of LViT, whose file has no text encoder. Its authors publish no weights: a file is of one's own training.
+"""Key table of LViT, whose file has no text encoder. Its authors publish no weights, only code that writes such files.
 
-The released code makes the same modules at each level and calls some of them; the others are left out.
+The released code creates the same modules at each level and calls some of them; the others are left out.
 """
 
 import functools
@@ -13,10 +13,11 @@ from medvl.models.downstream.lvit import LViTConfig
 from medvl.models.downstream.lvit_network import PATCHES
 
 _NET = "network."
-_UNUSED = "a module that the released code makes at each level and does not call here"
+_UNUSED = "a module that the released code creates at each level and does not call here"
 
 _UNCALLED = ("head", "norm", "CTBN", "CTBN2", "CTBN3", "embeddings")
-"""Modules of a Transformer of which a level calls some; rules before the one that drops them load those."""
+"""Modules of a Transformer that no level, or only some levels, call. Earlier rules load those that are called; one rule
+drops the rest."""
 
 
 def _conv_norm(source: str, target: str) -> list[KeyRule]:
@@ -92,8 +93,8 @@ IMPORTERS = tuple(
         table=_TABLE,
         system=functools.partial(_config, label),
         text_file="the text encoder, BERT-base uncased (pytorch_model.bin or model.safetensors)",
-        note="Its authors publish no weights: this reads what their code trains. There word vectors come from another "
-        "copy of BERT-base uncased (bert_embedding). Give --tokenizer, that of the second file.",
+        note="Its authors publish no weights; this is for checkpoints of their code, which takes word vectors from "
+        "another copy of BERT-base uncased (bert_embedding). Give --tokenizer, that of the second file.",
     )
     for name, corpora, label in (
         ("lvit", "QaTa-COV19 and MosMedData+", "Infection"),

@@ -52,7 +52,7 @@ def list_importers() -> list[Importer]:
 
 
 def find_importer(name: str) -> Importer:
-    """Return the importer of that name; `open_clip:NAME` stands for any model of open_clip.
+    """Return the importer of that name, or of `open_clip:NAME` for any model of open_clip.
 
     Raises:
         ConfigError: there is no such importer; the message names similar ones.

@@ -129,7 +129,7 @@ def _config(path: Path) -> Any:
 
 @contextlib.contextmanager
 def _described(folder: Path) -> Iterator[None]:
-    """Raise WeightsError for what reading a folder's descriptions or weights raises."""
+    """Convert errors of reading a folder's configuration or weights to WeightsError."""
     try:
         yield
     except (KeyError, TypeError) as error:
@@ -147,7 +147,7 @@ def _text_weights(path: Path) -> dict[str, Tensor]:
     table = [drop("**.position_ids", "a counter"), *hugging_face_clip_text(prefix)]
     mapped = to_medvl(tensors, table)
     if mapped.problems:
-        raise WeightsError(f"{path} is no CLIP text encoder: {'; '.join(mapped.problems[:4])}", "mismatch")
+        raise WeightsError(f"{path} is not a CLIP text encoder: {'; '.join(mapped.problems[:4])}", "mismatch")
     start = TEXT.removesuffix("backbone.")
     return {name.removeprefix(start): tensor for name, tensor in mapped.tensors.items()}
 

@@ -77,7 +77,7 @@ def read_checkpoint(path: Path, parts: Sequence[str] = ()) -> Checkpoint:
     """Read the state dict of a file: safetensors or `torch.save`, at its top or in one of the usual wrappers.
 
     Args:
-        path: of the file.
+        path: path of the file.
         parts: names of several state dicts that the file holds side by side; their keys are then `part/key`.
 
     Raises WeightsError if the file is missing or damaged, holds no state dict, or holds unexpected objects or expanded
@@ -103,7 +103,7 @@ def read_checkpoint(path: Path, parts: Sequence[str] = ()) -> Checkpoint:
 
 
 def _repeats(path: Path, key: str) -> WeightsError:
-    """Return the error for an expanded tensor, whose size says nothing about the size of the file."""
+    """Return the error for an expanded tensor, whose size is not bounded by the size of the file."""
     message = f"{path}: {key} repeats its values instead of storing them; save its contiguous copy"
     return WeightsError(message, "unsupported")
 

@@ -1,4 +1,4 @@
-"""Contrast of images with statements, of which an image has several and many images share one.
+"""Contrast of images with statements; an image has several statements, and images share statements.
 
     scores_NM = patch_cosine(tokens_NKE, texts_ME, scale)             # RadZero: each image pooled by each statement
     to_image, to_statement = statement_contrast(scale * scores_NM, positive_NM)

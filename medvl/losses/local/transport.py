@@ -21,7 +21,7 @@ def word_patch_alignment(
     beta: float = 0.5,
     iterations: int = 50,
 ) -> tuple[Tensor, Tensor]:
-    """Return the cost of moving the words of each sample onto its patches, and how much of each goes where.
+    """Return the cost of moving the words of each sample onto its patches, and the transport plan.
 
     The cost of a word and a patch is 1 - cosine. The plan is IPOT's (Xie et al., arXiv 1802.04307, algorithm 1, one
     inner iteration): nonnegative, words have equal shares of a total of 1, patches nearly so. It is detached, so that
@@ -31,7 +31,7 @@ def word_patch_alignment(
         text_BME, image_BNE: states of words and patches; not normalised.
         text_pad_BM, image_pad_BN: bool, True on padding and on tokens that take no part.
         beta: step of the proximal point method; smaller is faster and less stable.
-        iterations: of the outer loop.
+        iterations: iterations of the outer loop.
 
     Returns:
         distance_B: float32, within [0, 2]; 0 with a zero gradient for a sample without words or without patches.
@@ -70,5 +70,5 @@ def _ipot(cost_BNM: Tensor, pad_BNM: Tensor, beta: float, iterations: int) -> Te
 
 
 def _or_one(value: Tensor, real: Tensor) -> Tensor:
-    """Return 1 in place of the zeros of padding, by which nothing must be divided."""
+    """Replace the zeros of padding by 1, to avoid a division by zero."""
     return value.masked_fill(~real, 1.0)

@@ -1,13 +1,13 @@
-"""Losses of the items of a sample among themselves: words, sentences or regions, never those of other samples.
+"""Losses between items of the same sample: words, sentences or regions.
 
     loss = within_sample_nce(words_BNE, attended_BNE, mask_BN, temperature=0.1, symmetric=True)       # MGCA
     loss = within_sample_nce(regions_BPE, attended_BPE, None, weights_BP, grid_positives(7, 7))       # LoVT
     loss = local_alignment(words_BNE, attended_BNE, mask_BN) + 0.1 * local_uniformity(words_BNE, mask_BN)
 
 Items need not have unit length; all losses normalise them. Padding is ignored, even if it is not finite, and gets a
-zero gradient. Means are over the samples of all ranks, of which only two numbers are exchanged: every rank gives its
-own samples and gets the loss of the global batch, and all ranks must call a loss equally often
-(`medvl.losses.gather`). Gathered samples give the same.
+zero gradient. Means are over the samples of all ranks, which exchange only two numbers: every rank passes its own
+samples and gets the loss of the global batch, and all ranks must call a loss equally often (`medvl.losses.gather`).
+Gathered samples give the same loss.
 
 B samples of this rank, N items of a sample, P regions, E shared embedding dim.
 """
@@ -38,11 +38,11 @@ def within_sample_nce(
     section 3.3).
 
     Args:
-        a_BNE, b_BNE: item i of one belongs to item i of the other, such as a word and what it attends to.
+        a_BNE, b_BNE: item i of one belongs to item i of the other, such as a word and its attended vector.
         mask_BN: bool, True on real items of both; None: all are real. Padding is not a candidate: it would
             make the loss depend on the length of the longest text of the batch.
-        weights_BN: of the items of `a`, such as attention weights; divided by their sum over the real items. They get
-            no gradient. None: equal.
+        weights_BN: weights of the items of `a`, such as attention weights; divided by their sum over the real items.
+            They get no gradient. None: equal.
         positives_NN: weights of the positives of item i in row i; divided by their sum over the real items of a row.
             They get no gradient. None: the item of the same number. See `grid_positives`.
         temperature: 0.3 in LoVT, 0.1 in MGCA.

@@ -5,7 +5,7 @@
     predicted_BPD = decode(mask.restore(visible_BKD, mask_token_D))
     loss = mim(predicted_BPD, standardize(patchify(image_BCHW, 16)), mask.masked_BP)
 
-B images, P patches, K kept patches; D, for patches, the numbers of one: patch * patch * C.
+B images, P patches, K kept patches; D values of a patch: patch * patch * C.
 """
 
 import dataclasses
@@ -54,7 +54,7 @@ def mask_patches(
     Args:
         batch, patches: B and P.
         ratio: share to mask; 0.75 in MAE and M3AE.
-        generator: on the CPU or on the device. A CPU generator gives the same mask on every device.
+        generator: generator on the CPU or on the device. A CPU generator gives the same mask on every device.
         device: device of the result.
 
     Raises ValueError when the ratio is outside [0, 1) or would leave no patch.
@@ -81,7 +81,7 @@ def mask_blocks(
         grid: (h, w) of the cells, multiples of every scale; P = h * w.
         scales: sides of the blocks in cells.
         ratio: share of the blocks to mask.
-        generator: on the CPU.
+        generator: generator on the CPU.
     """
     choices = []
     for scale in scales:
@@ -115,7 +115,7 @@ def unpatchify(patches_BPD: Tensor, patch: int, grid: tuple[int, int]) -> Tensor
     """
     (batch, patches, dim), (rows, columns) = patches_BPD.shape, grid
     if rows * columns != patches or dim % patch**2:
-        raise ValueError(f"{patches} patches of {dim} numbers are no {rows} x {columns} grid of {patch} x {patch}")
+        raise ValueError(f"{patches} patches of {dim} values are not a {rows} x {columns} grid of {patch} x {patch}")
     split = patches_BPD.reshape(batch, rows, columns, patch, patch, dim // patch**2)
     return split.permute(0, 5, 1, 3, 2, 4).reshape(batch, -1, rows * patch, columns * patch)
 
@@ -136,7 +136,7 @@ def standardize(patches_BPD: Tensor, eps: float = 1e-6) -> Tensor:
     A constant patch, such as the border of a film, becomes zeros. Raises ValueError for patches of one number.
     """
     if patches_BPD.shape[-1] < 2:
-        raise ValueError("a patch of one number has no variance: take larger patches")
+        raise ValueError("a patch of one value has no variance: use larger patches")
     with full_precision(patches_BPD), torch.no_grad():
         variance_BP1, mean_BP1 = torch.var_mean(patches_BPD.float(), dim=-1, correction=1, keepdim=True)
         return (patches_BPD.float() - mean_BP1) / (variance_BP1 + eps).sqrt()

@@ -40,8 +40,8 @@ def mlm(logits_BTV: Tensor, labels_BT: Tensor, count: Tensor | None = None) -> T
 def mlm_by_text(logits_NV: Tensor, labels_N: Tensor, text_N: Tensor, texts: int) -> Tensor:
     """Return (texts, 2) float32: each text's summed cross-entropy at its masked positions, and how many it has.
 
-    The sum of the first column over that of the second, of any texts of any ranks, is `mlm` of these texts. `text_N`
-    is the text of each masked position. Raises ValueError on inconsistent shapes.
+    For any texts of any ranks, the sum of the first column divided by the sum of the second is `mlm` of these texts.
+    `text_N` is the text of each masked position. Raises ValueError on inconsistent shapes.
     """
     if logits_NV.shape[:-1] != labels_N.shape or labels_N.shape != text_N.shape:
         raise ValueError(

@@ -42,7 +42,7 @@ def info_nce(
 ) -> Tensor:
     """Return the cross-entropy of both directions over logits `image_BE @ text_BE.T`, a scalar.
 
-    The log-sum-exp of a block's complete rows is computed at once, that of the columns with a running maximum. The
+    The log-sum-exp of the complete rows of a block is computed at once, and of the columns with a running maximum. The
     backward pass recomputes each block, puts the softmax of both directions less the targets into one matrix, and
     multiplies it with either side: four products instead of three, without passes over (B, B) in memory.
 

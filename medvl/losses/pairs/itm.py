@@ -65,7 +65,7 @@ def random_pairs(same_BB: Tensor, generator: torch.Generator) -> MatchingPairs:
 
     Args:
         same_BB: bool, True where two rows belong together (`medvl.losses.pairs.positives.same_pairs`).
-        generator: on the CPU or on the device. A CPU generator gives the same pairs on every device.
+        generator: generator on the CPU or on the device. A CPU generator gives the same pairs on every device.
 
     Raises ValueError unless `same_BB` is square.
     """
@@ -91,7 +91,7 @@ def hard_pairs(similarity_BB: Tensor, same_BB: Tensor, generator: torch.Generato
     Args:
         similarity_BB: logits, temperature applied, images in rows and texts in columns; no gradient is taken.
         same_BB: bool, True where two rows belong together (`medvl.losses.pairs.positives.same_pairs`).
-        generator: on the CPU or on the device.
+        generator: generator on the CPU or on the device.
         floor: added to every probability of the softmax over a whole row, before the rows that are not allowed are left
             out; MUMC and BLIP add 1e-4.
 

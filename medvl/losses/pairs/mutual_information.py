@@ -28,7 +28,7 @@ from medvl.losses.precision import full_precision, shapes
 SentenceSum = Literal["sum", "mean"]
 
 _LOWEST = torch.finfo(torch.float32).min
-"""Score of what is excluded from a log-sum-exp; not minus infinity, whose gradient is NaN where all is excluded."""
+"""Score of entries excluded from a log-sum-exp; minus infinity would give NaN gradients if all are excluded."""
 _CHUNK_BYTES, _KEPT_BYTES = 2**28, 2**30
 """Memory of a critic's hidden values at a time, and above which they are recomputed in the backward pass."""
 
@@ -147,8 +147,8 @@ class SeparableCritic(nn.Module):
     ) -> Tensor:
         """Return (N, M) float32: for every image and text, the highest score of each sentence with any region, summed.
 
-        Regions are chosen without gradient, then only the chosen ones are scored with gradient, which is that of the
-        maximum.
+        Regions are chosen without gradient, then only the chosen ones are scored with gradient, which equals that of
+        the maximum.
 
         Args:
             regions_NPD: regions of the images.

@@ -1,4 +1,4 @@
-"""Swapped prediction of prototypes: which of K learned vectors an image is close to, from its text, and vice versa.
+"""Swapped prediction: the nearest of K learned prototypes of an image from its text, and vice versa.
 
 Every rank gives its own rows and gets the loss of the global batch; all ranks must call these functions equally often
 (`medvl.losses.gather`). Gathered rows give the same.
@@ -29,9 +29,9 @@ def prototype_swap(
 
     Args:
         image_NE, text_NE: row i of both is a pair; L2-normalised by the caller.
-        prototypes_KE: of unit length. MGCA normalises the parameter in place before each step, and does not train it in
-            the first epoch.
-        temperature: of the predictions.
+        prototypes_KE: vectors of unit length. MGCA normalises the parameter in place before each step, and does not
+            train it in the first epoch.
+        temperature: temperature of the predictions.
         epsilon, iterations: as for `sinkhorn`.
 
     Returns a scalar, near ln K for predictions that prefer no prototype; 0 with a zero gradient without a pair. Raises

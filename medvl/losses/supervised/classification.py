@@ -11,7 +11,7 @@ def multilabel_bce(logits_BL: Tensor, target_BL: Tensor, count: Tensor | None = 
 
     Args:
         logits_BL: one row per image, one column per label.
-        target_BL: 1 or 0; NaN where a label is unknown, which is ignored whatever its logit.
+        target_BL: 1 or 0; NaN where a label is unknown; such entries are ignored.
         count: divisor of the sum in place of the number of known labels, such as the mean number of an update's
             micro-batches on all ranks.
 

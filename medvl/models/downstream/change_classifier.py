@@ -9,13 +9,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from medvl.common.checks import check_labels, check_within
 from medvl.common.config_io import from_dict
 from medvl.data.tokenizer.tokenizer import Tokenizer
 from medvl.encoders import parameter_groups
 from medvl.errors import ConfigError
 from medvl.models.base import System, SystemConfig, update_mean
 from medvl.models.checkpoint import load
-from medvl.models.config_checks import check_labels, check_within
 from medvl.models.dual_encoders.bases.base import DualEncoder
 from medvl.models.dual_encoders.parts.temporal import SupportsPriors
 from medvl.models.eval_mode import evaluating
@@ -136,7 +136,7 @@ def create_change_classifier(
         findings: names of the columns.
         use_prior, head_lr_mult: see `ChangeClassifierConfig`.
 
-    Raises CheckpointError where `start` is not a complete checkpoint, ConfigError where it is no dual-encoder.
+    Raises CheckpointError where `start` is not a complete checkpoint, ConfigError where it is not a dual-encoder.
     """
     model = _checked(load(start), "init_from")
     settings = dataclasses.asdict(model.config) | {"image_weights": None, "text_weights": None}

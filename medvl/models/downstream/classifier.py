@@ -10,13 +10,13 @@ import torch
 from torch import Tensor, nn
 
 from medvl import losses
+from medvl.common.checks import check_labels, check_within
 from medvl.data.tokenizer.tokenizer import Tokenizer
 from medvl.data.transforms.image import EvalTransform
 from medvl.encoders import ImageEncoder, create_image_encoder, parameter_groups
 from medvl.errors import ConfigError
 from medvl.models.base import EncoderArguments, ImageConfig, System, mean_count
 from medvl.models.checkpoint import load
-from medvl.models.config_checks import check_labels, check_within
 from medvl.models.registry import register_system
 from medvl.schema import Batch, Losses
 

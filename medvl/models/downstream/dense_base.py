@@ -14,12 +14,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from medvl.common.checks import check_labels, check_within
 from medvl.data.tokenizer.tokenizer import Tokenizer
 from medvl.data.transforms.image import EvalTransform
 from medvl.encoders import ImageEncoder, create_image_encoder, parameter_groups
 from medvl.errors import ConfigError
 from medvl.models.base import EncoderArguments, ImageConfig, System
-from medvl.models.config_checks import check_labels, check_within
 from medvl.models.downstream.classifier import check_encoder, encoder_at
 from medvl.schema import Batch, ImageFeatures
 
@@ -187,8 +187,8 @@ def create_dense(
         start: folder of a checkpoint, or name of an image encoder.
         labels: labels to learn.
         image_weights, image_arguments: weights and arguments of an encoder by name, see `create_classifier`.
-        size: height and width of the input, for encoders that accept any; None is that of `start`.
-        patch_level: the encoder's grid, -1 for the last and -2 for one with finer cells; None is that of `start`.
+        size: height and width of the input, for encoders that accept any; None: as in `start`.
+        patch_level: the encoder's grid, -1 for the last and -2 for one with finer cells; None: as in `start`.
         settings: fields of `cls.Config`.
 
     Raises:

@@ -15,12 +15,12 @@ import torch
 from torch import Tensor, nn
 
 from medvl import losses
+from medvl.common.checks import check_within
 from medvl.data.loading.dense_targets import DenseBatch
 from medvl.data.tokenizer.tokenizer import Tokenizer
 from medvl.data.transforms.image import EvalTransform
 from medvl.encoders import ImageEncoder
 from medvl.models.base import mean_count
-from medvl.models.config_checks import check_within
 from medvl.models.downstream.dense_base import DenseConfig, DenseModel, init_prior
 from medvl.models.downstream.regions.selection import visible_part
 from medvl.models.registry import register_system

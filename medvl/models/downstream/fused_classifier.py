@@ -10,10 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from medvl import losses
-from medvl.common.checks import check_choice
+from medvl.common.checks import check_choice, check_labels
 from medvl.models.base import mean_count, update_mean
 from medvl.models.bert_init import LAYER_NORM_EPS, init_weights
-from medvl.models.config_checks import check_labels
 from medvl.models.downstream.classifier import LabelModel
 from medvl.models.downstream.fusion_task import FusionTask, FusionTaskConfig, described_fusion, open_fusion
 from medvl.models.fusion_encoders.bases.base import FusionModel
@@ -24,8 +23,8 @@ from medvl.models.registry import register_system
 from medvl.schema import Batch, Losses
 
 Modalities = Literal["image_text", "image", "text"]
-"""What the model reads. Labels of a corpus often come from the very report, so that "image_text" and "text" are nearly
-solved by reading it; "image" is the figure to compare with image classifiers."""
+"""Input of the model. Labels of a corpus are often extracted from the report itself, so that "image_text" and "text"
+reach high scores by reading it; compare "image" with image classifiers."""
 ClassifierHead = Literal["mlp", "meter", "linear"]
 """Head on the pooled vector. "mlp": Linear to twice the width, GELU, LayerNorm, Linear (LXMERT; Li, Wang and Luo, arXiv
 2009.01523; BERTHop). "meter": Linear of the same width, LayerNorm, GELU, Linear (METER; M3AE on MELINDA, with
@@ -166,8 +165,8 @@ def create_fused_classifier(
             new fusion-encoder.
         labels: names of the columns.
         fusion: sizes of that new fusion-encoder; its settings of the encoders are replaced by those of `start`.
-        image_size: side of the images in pixels, to which learned positions are interpolated; None is that of `start`.
-        max_tokens: maximum length of a text, which may be above that of the pretraining; None is that of `start`.
+        image_size: side of the images in pixels, to which learned positions are interpolated; None: as in `start`.
+        max_tokens: maximum length of a text, which may be above that of the pretraining; None: as in `start`.
         modalities, head, target, head_lr_mult: see `FusedClassifierConfig`.
 
     Raises:

@@ -5,13 +5,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
+from medvl.common.checks import check_within
 from medvl.common.config_io import from_dict
 from medvl.data.tokenizer.tokenizer import Tokenizer
 from medvl.encoders import parameter_groups
 from medvl.errors import ConfigError
 from medvl.models.base import System, SystemConfig
 from medvl.models.checkpoint import load, load_towers
-from medvl.models.config_checks import check_within
 from medvl.models.downstream.image_size import at_image_size
 from medvl.models.factory import create_model
 from medvl.models.fusion_encoders.bases.base import FusionModel
@@ -35,7 +35,7 @@ class FusionTaskConfig(SystemConfig):
     max_tokens: int
     """Maximum length of a text."""
     vocab_size: int | None = None
-    """Vocabulary size of the text encoder; None is that of `settings`, or the tokenizer's if one is given."""
+    """Vocabulary size of the text encoder; None: as in `settings`, or the tokenizer's if one is given."""
 
     def __post_init__(self) -> None:
         check_within(self, "(0, inf)", "head_lr_mult")
@@ -125,8 +125,8 @@ def open_fusion(
         start: checkpoint of a fusion-encoder or of a head on one; or of a dual-encoder, whose towers are used under a
             new fusion-encoder.
         fusion: sizes of that new fusion-encoder; its settings of the encoders are replaced by those of `start`.
-        image_size: side of the images in pixels, to which learned positions are interpolated; None is that of `start`.
-        max_tokens: maximum length of a text; None is that of `start`.
+        image_size: side of the images in pixels, to which learned positions are interpolated; None: as in `start`.
+        max_tokens: maximum length of a text; None: as in `start`.
 
     Raises:
         CheckpointError: `start` is not a complete checkpoint.

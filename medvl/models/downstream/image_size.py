@@ -21,7 +21,8 @@ def at_image_size(model: FusionModel, size: int) -> FusionModel:
     that are computed, such as the pixel decoder's, belong to the new grid.
 
     Raises:
-        ConfigError: the model does not support the size, or has a tensor of the image's size that is no such table.
+        ConfigError: the model does not support the size, or has a tensor that depends on the image's size and is not
+            such a table.
     """
     if size == model.config.image_size or isinstance(model.image_encoder, RegionEncoder):
         return model

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from medvl import losses
-from medvl.common.checks import check_choice
+from medvl.common.checks import check_choice, check_labels, check_within
 from medvl.data.loading.dense_targets import DenseBatch
 from medvl.data.tokenizer.tokenizer import Tokenizer
 from medvl.data.transforms.image import EvalTransform
@@ -15,7 +15,6 @@ from medvl.encoders import TextEncoder, create_text_encoder
 from medvl.errors import ConfigError
 from medvl.losses.gather import mean_over_ranks
 from medvl.models.base import EncoderArguments, SystemConfig
-from medvl.models.config_checks import check_labels, check_within
 from medvl.models.downstream.lvit_network import PATCHES, LViTNetwork, UNet
 from medvl.models.downstream.lvit_unlabelled import PseudoLabels, References
 from medvl.models.downstream.mask_model import MaskModel
@@ -59,7 +58,7 @@ class LViTConfig(SystemConfig):
     lv_weight: float = 0.1
     """Weight of the LV loss of unlabelled images, which needs texts."""
     references: int = 14
-    """Labelled images whose texts are compared with that of an unlabelled image (LV)."""
+    """Number of labelled images whose texts are compared with the text of an unlabelled image (LV)."""
 
     def __post_init__(self) -> None:
         check_labels(self.labels, "labels")
@@ -87,8 +86,8 @@ class LViT(MaskModel):
     authors used. Differences from the released code: modules that it creates and never calls are left out (10,025,312
     of its 39,933,345 parameters), and the 1 x 1 convolutions before a skip connection run on tokens instead of pixels,
     with equal results. Masks are 1 where they cover at least half of a pixel. The released code has no training on
-    unlabelled images; see `lvit_unlabelled` for how the paper's is filled in. LV takes the prediction itself, because a
-    pseudo label passes only a hundredth of its gradient on.
+    unlabelled images; see `lvit_unlabelled` for how the paper's is filled in. The LV loss uses the prediction itself,
+    because a pseudo label passes on only a hundredth of its gradient.
     """
 
     Config = LViTConfig

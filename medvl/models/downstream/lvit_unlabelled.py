@@ -1,7 +1,7 @@
 """Unlabelled images of LViT (arXiv 2206.14718): moving averages of pseudo labels (EPI) and reference masks (LV).
 
-The released code has neither, so both follow the paper. Buffers are equal on all ranks: each enters the rows of all.
-Shape letters: B images of this rank, N of all ranks; R references; L labels; D width of a text vector.
+The released code has neither, so both follow the paper. Buffers are equal on all ranks: each rank stores the rows of
+all. Shape letters: B images of this rank, N of all ranks; R references; L labels; D width of a text vector.
 """
 
 import torch
@@ -37,7 +37,7 @@ class PseudoLabels(nn.Module):
 
     @torch.no_grad()
     def update(self, prob_BLHW: Tensor, number_B: Tensor, turn_B22: Tensor | None) -> Tensor:
-        """Enter predictions and return the updated pseudo labels (B, L, H, W) in the frame of the predictions.
+        """Add predictions and return the updated pseudo labels (B, L, H, W) in the frame of the predictions.
 
         Args:
             prob_BLHW: predictions for the augmented images of this rank.
@@ -80,7 +80,7 @@ class References(nn.Module):
 
     @torch.no_grad()
     def enter(self, text_BD: Tensor, mask_BLHW: Tensor, chosen_B: Tensor) -> None:
-        """Enter the chosen rows of all ranks in place of the oldest ones."""
+        """Replace the oldest entries by the chosen rows of all ranks."""
         filled = torch.cat([gather(chosen_B), self.filled_R])
         newest_R = (~filled).int().argsort(stable=True)[: len(self.filled_R)]
         self.text_RD = torch.cat([gather(text_BD.float()), self.text_RD])[newest_R]

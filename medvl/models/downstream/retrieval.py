@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from medvl.common.checks import check_within
 from medvl.models.base import complete_rows
-from medvl.models.config_checks import check_within
 from medvl.models.downstream.fusion_task import FusionTask, FusionTaskConfig, described_fusion, open_fusion
 from medvl.models.fusion_encoders.bases.base import FusionModel
 from medvl.models.registry import register_system

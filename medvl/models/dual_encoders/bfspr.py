@@ -8,13 +8,12 @@ import torch
 from torch import Tensor, nn
 
 from medvl import losses
-from medvl.common.checks import check_choice
+from medvl.common.checks import check_choice, check_within
 from medvl.encoders import ImageEncoder, TextEncoder
 from medvl.errors import ConfigError
 from medvl.losses.gather import gather
 from medvl.losses.local.gloria import gloria_contrast
 from medvl.losses.precision import full_precision
-from medvl.models.config_checks import check_within
 from medvl.models.dual_encoders.bases.base import Positives
 from medvl.models.dual_encoders.bases.bert import BertDualConfig
 from medvl.models.dual_encoders.bases.local import local_features
@@ -70,7 +69,7 @@ class BFSPR(SentenceDualEncoder):
 
     @classmethod
     def make_heads(cls, config: BFSPRConfig, image: ImageEncoder, text: TextEncoder) -> dict[str, nn.Module]:
-        """Return linear heads; that of texts is also that of sentences."""
+        """Return linear heads; texts and sentences share one."""
         width = config.projection_dim
         return {
             "image_head": nn.Linear(image.feature_dim, width, bias=False),

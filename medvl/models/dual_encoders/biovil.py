@@ -8,11 +8,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from medvl import losses
+from medvl.common.checks import check_within
 from medvl.data.transforms.image import EvalTransform
 from medvl.encoders import ImageEncoder, TextEncoder
 from medvl.encoders.text.factory import text_has_projection
 from medvl.encoders.text.projections import CxrBertHead
-from medvl.models.config_checks import check_within
 from medvl.models.dual_encoders.bases.local import local_contrast
 from medvl.models.dual_encoders.bases.pairs import Pairs, gather_side
 from medvl.models.dual_encoders.bases.text_tasks import TextTaskConfig, TextTaskEncoder
@@ -25,7 +25,7 @@ from medvl.schema import Batch, Embeddings, Losses
 class BioViLConfig(TextTaskConfig):
     """Settings of the paper. BioViL-L is `BioViLConfig(local_weight=1.0)`.
 
-    Encoders, heads and sizes are those of the released model. The training code was not released: temperatures, weights
+    Encoders, heads and sizes match the released model. The training code was not released: temperatures, weights
     of the losses, masking and `max_tokens` are not confirmed. The released loader stretches the pixels of each image to
     0..255 first; here they are taken as they are stored.
     """

@@ -7,9 +7,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from medvl.common.checks import check_within
 from medvl.encoders import ImageEncoder, TextEncoder
 from medvl.errors import ConfigError
-from medvl.models.config_checks import check_within
 from medvl.models.dual_encoders.biovil import BioViL, BioViLConfig
 from medvl.models.dual_encoders.parts.heads import BatchNormHead, in_full_precision
 from medvl.models.dual_encoders.parts.temporal import TemporalPooler
@@ -29,7 +29,7 @@ class BioViLTConfig(BioViLConfig):
     local_weight: float = 1.0
     rsm_weight: float = 0.0
     pooler_dim: int = 256
-    """Width of patches in the pooler; regions are twice as wide: the patch, and what changed."""
+    """Width of patches in the pooler; regions are twice as wide: the patch, and its change."""
     pooler_heads: int = 8
     pooler_blocks: int = 3
 
@@ -43,7 +43,7 @@ class BioViLTConfig(BioViLConfig):
 
 @register_system("biovil_t")
 class BioViLT(BioViL):
-    """BioViL whose regions also encode what changed since the prior image; a learnt vector where there is none."""
+    """BioViL whose regions also encode the change since the prior image; a learnt vector where there is none."""
 
     Config = BioViLTConfig
 
@@ -80,7 +80,7 @@ class BioViLT(BioViL):
     def embed_regions(
         self, image_BCHW: Tensor, prior_BCHW: Tensor | None = None, has_prior_B: Tensor | None = None
     ) -> Tensor:
-        """Return (B, P, E) float32, as BioViL; prior images where `has_prior_B` is False are not looked at."""
+        """Return (B, P, E) float32, as BioViL; prior images are ignored where `has_prior_B` is False."""
         count = len(image_BCHW)
         if prior_BCHW is None:
             patches_BPD = self.patch_head(self.image_encoder(image_BCHW).patches_BPD)

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from medvl import losses
+from medvl.common.checks import check_within
 from medvl.data.tokenizer.tokenizer import Tokenizer
 from medvl.data.transforms.image import EvalTransform
 from medvl.encoders.pretrained import read_tensors
 from medvl.errors import ConfigError, WeightsError
-from medvl.models.config_checks import check_within
 from medvl.models.dual_encoders.bases.base import Positives
 from medvl.models.dual_encoders.bases.build import create_clip_encoders, create_heads, load_text_head, whole_model_file
 from medvl.models.dual_encoders.bases.pairs import Pairs, gather_global

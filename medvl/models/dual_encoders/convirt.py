@@ -7,8 +7,8 @@ from typing import Any, Literal
 from torch import nn
 
 from medvl import losses
+from medvl.common.checks import check_within
 from medvl.encoders import ImageEncoder, TextEncoder
-from medvl.models.config_checks import check_within
 from medvl.models.dual_encoders.bases.base import Positives, projection_head
 from medvl.models.dual_encoders.bases.bert import BertDualConfig, BertDualEncoder
 from medvl.models.dual_encoders.bases.pairs import Pairs, gather_global
@@ -25,7 +25,7 @@ class ConVIRTConfig(BertDualConfig):
     """
 
     hidden_dim: int | None = None
-    """Hidden width of both heads; None takes that of their input."""
+    """Hidden width of both heads; None: the width of their input."""
     text_pool: Literal["max", "mean"] = "max"
     """Pooling of tokens; the mean is used by an unofficial re-implementation."""
     frozen_text_layers: int = 6

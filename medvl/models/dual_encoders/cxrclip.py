@@ -8,10 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from medvl import losses
-from medvl.common.checks import check_choice
+from medvl.common.checks import check_choice, check_within
 from medvl.encoders import ImageEncoder, TextEncoder
 from medvl.errors import ConfigError
-from medvl.models.config_checks import check_within
 from medvl.models.dual_encoders.bases.base import Positives
 from medvl.models.dual_encoders.bases.bert import BertDualConfig, BertDualEncoder
 from medvl.models.dual_encoders.bases.pairs import Pairs
@@ -48,9 +47,9 @@ class CXRCLIPConfig(BertDualConfig, ScaleConfig):
 class CXRCLIP(LearnedScale, BertDualEncoder):
     """Mean InfoNCE of each view with each text, of the views, and of the texts (section 2.3), with one learned scale.
 
-    The second text is another draw of the text policy, such as another section or sentence; published are
-    back-translated reports. A sample without one compares its text again. Images with labels alone join in with the
-    policy `medvl.data.TextOrLabels`.
+    The second text is another draw of the text policy, such as another section or sentence; in the paper it is a
+    back-translated report. A sample without a second text uses its text twice. Images that have labels only are
+    included with the policy `medvl.data.TextOrLabels`.
     """
 
     Config = CXRCLIPConfig

@@ -10,13 +10,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from medvl import losses
-from medvl.common.checks import check_choice
+from medvl.common.checks import check_choice, check_within
 from medvl.encoders import ImageEncoder, TextEncoder
 from medvl.encoders.text.projections import knowledge_head
 from medvl.losses.gather import gather
 from medvl.losses.pairs.positives import text_ids
 from medvl.models.base import complete_rows
-from medvl.models.config_checks import check_within
 from medvl.models.dual_encoders.bases.queries import QueryConfig, QueryEncoder
 from medvl.models.registry import register_system
 from medvl.schema import Batch, Embeddings
@@ -38,8 +37,8 @@ class KADConfig(QueryConfig):
     unmentioned: Literal["absent", "ignored"] = "absent"
     """Entities that a report does not mention: absent, as published, or without a loss."""
     temperature: float = 0.07
-    """Initial temperature of the contrast; the logarithm of its inverse is learned. The released code makes a new scale
-    in each step, of 2.66 and not 14.3, and compares vectors of any length on one GPU alone."""
+    """Initial temperature of the contrast; the logarithm of its inverse is learned. The released code creates a new
+    scale in each step, 2.66 instead of 14.3, and compares vectors that are not normalised, on one GPU only."""
     contrast_weight: float = 1.0
     report_weight: float = 1.0
     """Weight of the entity loss computed from the report instead of the image."""

@@ -6,9 +6,9 @@ from typing import Any, Literal
 from torch import Tensor, nn
 
 from medvl import losses
+from medvl.common.checks import check_within
 from medvl.encoders import ImageEncoder, TextEncoder
 from medvl.losses.gather import gather
-from medvl.models.config_checks import check_within
 from medvl.models.dual_encoders.bases.local import LocalDualConfig, local_features
 from medvl.models.dual_encoders.bases.local_sentences import LocalSentenceEncoder
 from medvl.models.dual_encoders.bases.pairs import Pairs
@@ -49,7 +49,7 @@ class LoVTConfig(LocalDualConfig):
 
 @register_system("lovt")
 class LoVT(LocalSentenceEncoder):
-    """A region or sentence is compared with what it attends to on the other side (sections 3.2 to 3.5)."""
+    """Local contrast of each region or sentence with its attended vector of the other side (sections 3.2 to 3.5)."""
 
     Config = LoVTConfig
     near_PP: Tensor  # shares of all regions among the positives of each
@@ -89,7 +89,7 @@ class LoVT(LocalSentenceEncoder):
         return Losses.weighted(**terms)
 
     def compare_items(self, side: Embeddings, attended_BNE: Tensor, positives_NN: Tensor | None = None) -> Tensor:
-        """Return the local loss of the regions or sentences of one side and what they attend to."""
+        """Return the local loss of the regions or sentences of one side and their attended vectors."""
         items_BNE, mask_BN = local_features(side)
         if self.config.local_temperature is None:
             return losses.local_alignment(items_BNE, attended_BNE, mask_BN, side.weight_NP)

@@ -9,13 +9,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from medvl.common.checks import check_choice
+from medvl.common.checks import check_choice, check_within
 from medvl.data.reports.aspects import ASPECTS, describe_aspects
 from medvl.encoders import ImageEncoder, TextEncoder
 from medvl.errors import ConfigError
 from medvl.losses.gather import gather
 from medvl.losses.pairs.soft_targets import multi_positive
-from medvl.models.config_checks import check_within
 from medvl.models.dual_encoders.medklip import MedKLIP, MedKLIPConfig
 from medvl.models.dual_encoders.parts.attention import PositionedPool
 from medvl.models.registry import register_system
@@ -32,13 +31,13 @@ class MAVLConfig(MedKLIPConfig):
 
     aspects: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
     """Name of an entity -> its seven sentences, in the order of `medvl.data.reports.aspects.ASPECTS`; of others, those
-    of `describe_aspects`. The definition is that of `descriptions`."""
+    of `describe_aspects`. The definition is taken from `descriptions`."""
     pool_heads: int = 8
     """Heads of the attention that makes the image's vector of its grid."""
     temperature: float = 0.07
     """Initial temperature of each aspect's contrast; the logarithms of the inverse temperatures are learned."""
     contrast_weight: float = 0.1
-    """The released loss is a sum of directions over 75 entities: its 0.1 is 0.2 * P / 75 here, for P entities."""
+    """The released loss is a sum of both directions over 75 entities: its 0.1 is 0.2 * P / 75 here, for P entities."""
     unmentioned: Literal["absent", "ignored"] = "absent"
     """Entities that the report does not mention, in the contrast: negatives, as published, or left out as in the
     cross-entropy of presence."""
@@ -57,12 +56,12 @@ class MAVLConfig(MedKLIPConfig):
 
 @register_system("mavl")
 class MAVL(MedKLIP):
-    """MedKLIP's losses on eight queries an entity, and a contrast of images with each aspect of their entities.
+    """MedKLIP's losses on eight queries per entity, and a contrast of images with each aspect of their entities.
 
     The contrast's targets, the present entities of an image or the images of an entity, sum to 1; images without one
     have none. The released code does not normalise them, so that an image with ten entities weighs eight times one with
     a single one. The convolution over an entity's aspects is the same function as the linear layer here. The dropout
-    behind the decoder is of single numbers, there of whole states.
+    behind the decoder drops single numbers here, and whole states in the released code.
     """
 
     Config = MAVLConfig

@@ -1,4 +1,4 @@
-"""MedKLIP: queries of described entities, and where they are (Wu et al., ICCV 2023, arXiv 2301.02228)."""
+"""MedKLIP: queries of described entities, and their places (Wu et al., ICCV 2023, arXiv 2301.02228)."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -8,13 +8,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from medvl.common.checks import check_within
 from medvl.data.reports.entities import PLACES
 from medvl.encoders import ImageEncoder, TextEncoder
 from medvl.errors import ConfigError
 from medvl.losses.gather import mean_over_ranks
 from medvl.losses.precision import full_precision
 from medvl.models.base import EncoderArguments
-from medvl.models.config_checks import check_within
 from medvl.models.dual_encoders.bases.queries import QueryConfig, QueryEncoder
 from medvl.models.dual_encoders.parts.query_book import QueryBook
 from medvl.models.registry import register_system
@@ -34,7 +34,8 @@ class MedKLIPConfig(QueryConfig):
     projection_dim: int = 256
     negative_places: int | None = 7
     """Places drawn at random that a present entity's place is compared with; None: all others. Only entities whose
-    place the report names count: published, "unspecified" is a place as well, and a report's silence an error."""
+    place the report names count. As published, "unspecified" is a place as well, so that a report without the place
+    counts as an error."""
     place_weight: float = 1.0
 
     def __post_init__(self) -> None:

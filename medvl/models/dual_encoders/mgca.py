@@ -9,9 +9,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from medvl import losses
+from medvl.common.checks import check_within
 from medvl.encoders import ImageEncoder, TextEncoder
 from medvl.models.base import EncoderArguments
-from medvl.models.config_checks import check_within
 from medvl.models.dual_encoders.bases.local import LocalDualConfig, LocalDualEncoder, local_features
 from medvl.models.dual_encoders.bases.pairs import Pairs, gather_global
 from medvl.models.dual_encoders.parts.attention import attend, attention_weights, clip_to_percentiles
@@ -59,8 +59,8 @@ class MGCA(LocalDualEncoder):
     """Alignment of instances, tokens and prototypes (sections 3.2 to 3.4).
 
     Unlike here, the released code compares the pairs of a rank alone, has padding among words and in batch norm, weighs
-    a word by the attention to the next token, has [SEP] as a word and no punctuation, and does not normalise what a
-    ViT's patch attends to.
+    a word by the attention to the next token, has [SEP] as a word and no punctuation, and does not normalise the
+    attended vector of a ViT's patch.
     """
 
     Config = MGCAConfig
@@ -99,7 +99,7 @@ class MGCA(LocalDualEncoder):
         )
 
     def token_alignment(self, images: Embeddings, texts: Embeddings) -> Tensor:
-        """Return the contrast of words with what they attend to, plus that of regions (section 3.3)."""
+        """Return the contrast of words with their attended vectors, plus that of regions (section 3.3)."""
         (regions_BPE, _), (words_BWE, mask_BW) = local_features(images), local_features(texts)
         mask_BP = mask_BW.any(dim=1, keepdim=True).expand(regions_BPE.shape[:2])  # without words, nothing to attend to
         temperature = self.config.local_temperature

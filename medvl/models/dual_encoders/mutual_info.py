@@ -8,11 +8,10 @@ import torch
 from torch import Tensor, nn
 
 from medvl import encoders
-from medvl.common.checks import check_choice
+from medvl.common.checks import check_choice, check_weights, check_within
 from medvl.encoders import ImageEncoder, TextEncoder
 from medvl.errors import ConfigError
 from medvl.losses import SeparableCritic, information_bound
-from medvl.models.config_checks import check_weights, check_within
 from medvl.models.dual_encoders.bases.base import Positives
 from medvl.models.dual_encoders.bases.bert import BertDualConfig
 from medvl.models.dual_encoders.bases.local import local_features
@@ -24,8 +23,10 @@ from medvl.schema import Embeddings, Inputs, Losses
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MutualInfoConfig(BertDualConfig):
-    """Settings of the released code, which has the global part only and takes the output of BERT's pooler, not [CLS] as
-    the paper. `projection_dim` has no effect."""
+    """Settings of the released code: the global part only, with the output of BERT's pooler ([CLS] in the paper).
+
+    `projection_dim` has no effect.
+    """
 
     image_encoder: str = "resnet256"
     image_size: int = 256
@@ -46,7 +47,8 @@ class MutualInfoConfig(BertDualConfig):
     patch_level: int = -2
     """Stage of the image encoder that regions come from: 8x8x128 of resnet256."""
     text_lr_mult: float = 0.04
-    """Learning rate of the text encoder over that of all else: 2e-5 over 5e-4. Nothing else has a weight decay."""
+    """Ratio of the text encoder's learning rate to the other parts': 2e-5 over 5e-4. Only the text encoder has
+    weight decay."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -60,9 +62,9 @@ class MutualInfoConfig(BertDualConfig):
 class MutualInfo(SentenceDualEncoder):
     """Lower bounds of mutual information, from critics' scores of all pairs of the batch (section 2).
 
-    The similarity is the critics' weighted scores; `Embeddings.global_NE` is what they take, not L2-normalised. A
-    sentence is the mean of its tokens in the report (the paper encodes each sentence alone); its score with an image is
-    that of its best region, and the scores of sentences are summed.
+    The similarity is the weighted sum of the critics' scores; `Embeddings.global_NE` is their input, not L2-normalised.
+    A sentence is the mean of its tokens in the report (the paper encodes each sentence alone). Its score is that of its
+    best region; the scores of sentences are summed.
     """
 
     Config = MutualInfoConfig

@@ -73,7 +73,7 @@ class RadZero(TextMaps, TokenLayers, LearnedScale):
         return normed_BE.float()
 
     def similarity(self, images: Embeddings | Tensor, texts: Embeddings | Sequence[str]) -> Tensor:
-        """Return (N, M): the cosine of each text with what it attends to in each image."""
+        """Return (N, M): the cosine of each text with its attended patches of each image."""
         image, text = self.embedded(images, texts)
         return patch_cosine(local_features(image)[0], text.global_NE, self.logit_scale.exp())
 

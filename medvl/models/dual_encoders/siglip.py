@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from medvl import encoders, losses
-from medvl.models.config_checks import check_within
+from medvl.common.checks import check_within
 from medvl.models.dual_encoders.clip import CLIP, CLIPConfig
 from medvl.models.registry import register_system
 
@@ -26,7 +26,7 @@ class SigLIPConfig(CLIPConfig):
     """Initial bias of all logits: nearly all pairs of a batch are negatives."""
     max_scale: float | None = None
     scalar_lr_mult: float = 1.0
-    """Ratio of the rate of scale and bias to that of all other parameters."""
+    """Ratio of the learning rate of scale and bias to the other parameters'."""
     max_tokens: int = 64
 
     def __post_init__(self) -> None:
@@ -49,7 +49,7 @@ class SigLIP(CLIP):
         self.logit_bias = nn.Parameter(torch.tensor(config.bias))
 
     def load_scalars(self, tensors: Mapping[str, Tensor], source: str) -> None:
-        """Load scale and bias; without a bias neither, since the scale of a softmax does not fit a sigmoid."""
+        """Load scale and bias; neither if the bias is missing, as the scale of a softmax does not fit a sigmoid."""
         if "logit_bias" in tensors:
             super().load_scalars(tensors, source)
             with torch.no_grad():

@@ -7,14 +7,13 @@ from typing import Any, Literal
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from medvl.common.checks import check_choice
+from medvl.common.checks import check_choice, check_weights, check_within
 from medvl.encoders import ImageEncoder, TextEncoder
 from medvl.losses import modality_confusion
 from medvl.losses.gather import mean_over_ranks
 from medvl.losses.pairs.positives import in_share
 from medvl.losses.precision import full_precision
 from medvl.models.base import EncoderArguments
-from medvl.models.config_checks import check_weights, check_within
 from medvl.models.dual_encoders.bases.bert import BertDualConfig
 from medvl.models.dual_encoders.bases.pairs import Pairs
 from medvl.models.dual_encoders.bases.sentences import SentenceMeanEncoder
@@ -37,7 +36,7 @@ class UMRLConfig(BertDualConfig):
     text_encoder: str = "static"
     text_arguments: EncoderArguments = dataclasses.field(default_factory=lambda: {"dimension": 300})
     text_unit: Literal["paragraph", "sentence"] = "paragraph"
-    """A text's vector: that of the whole text, or the mean over its sentences, each the mean of its tokens."""
+    """Vector of a text: from the whole text, or the mean over its sentences, each the mean of its tokens."""
     projection_dim: int = 128
     distance: Literal["cosine", "squared"] = "cosine"
     """Distance of a pair's two vectors: 1 - cosine, or the squared Euclidean distance."""
@@ -51,7 +50,7 @@ class UMRLConfig(BertDualConfig):
     """Hidden width of the discriminator."""
     orthogonality: float = 0.01
     """Beta of the update W <- (1 + beta) W - beta W W^T W of both maps after a step (Lample et al., arXiv 1710.04087);
-    0 leaves it out. Without it, the distance of pairs alone is least where all vectors have one direction."""
+    0 leaves it out. Without it, the distance of pairs alone is minimal if all vectors have one direction."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

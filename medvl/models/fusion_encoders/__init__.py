@@ -1,1 +1,1 @@
-"""Fusion-encoders, one file a system."""
+"""Fusion-encoders, one file per system."""

@@ -6,12 +6,12 @@ from typing import Any, Self, Unpack
 import torch
 from torch import Tensor
 
+from medvl.common.checks import check_within
 from medvl.data.knowledge.linker import LinkedEntities
 from medvl.data.tokenizer.tokenizer import Tokenizer
 from medvl.data.transforms.mlm_masking import IGNORED
 from medvl.encoders import TextEncoder
 from medvl.models.base import Parts
-from medvl.models.config_checks import check_within
 from medvl.models.fusion_encoders.m3ae import M3AE, M3AEConfig
 from medvl.models.fusion_encoders.objectives.base import Corruption, Encoded
 from medvl.models.fusion_encoders.objectives.entities import EntityAlignment

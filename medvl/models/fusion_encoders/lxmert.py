@@ -8,9 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from medvl.common.checks import check_within
 from medvl.models.base import EncoderArguments, Parts
 from medvl.models.bert_init import init_weights
-from medvl.models.config_checks import check_within
 from medvl.models.fusion_encoders.bases.region_model import RegionConfig, RegionHead, RegionModel
 from medvl.models.fusion_encoders.objectives.base import Corruption, Encoded, Objective
 from medvl.models.fusion_encoders.objectives.regions import MaskedObjectLabels, MaskedRegionFeatures
@@ -68,11 +68,11 @@ class CrossLayer(nn.Module):
 
 @register_system("lxmert")
 class LXMERT(RegionModel):
-    """Masked words and masked regions of pairs of which half match, from one pass; the text's first token is pooled.
+    """Masked words, masked regions and matching of half of the pairs, from one pass; the text's first token is pooled.
 
-    Of the paper's objectives, attributes of objects are left out, which medvl's detectors do not have, and question
-    answering, which is fine-tuning here. Objects are predicted at masked regions, as the paper says; its released code
-    predicts them at all regions.
+    Two objectives of the paper are left out: attributes of objects, because medvl's detectors have none, and question
+    answering, which is a fine-tuning task here. Objects are predicted at masked regions, as in the paper; its released
+    code predicts them at all regions.
     """
 
     Config = LXMERTConfig
@@ -106,7 +106,7 @@ class LXMERT(RegionModel):
         states_BPD = F.dropout(states_BPD, self.config.dropout, self.training)
         for layer in self.image_layers:
             states_BPD = layer(states_BPD, padding_mask(regions.mask_BN))
-        if regions.mask_BN is not None:  # the text reads what stands for a missing image, whose norms are of zeros
+        if regions.mask_BN is not None:  # the text attends to a missing image's placeholder, whose norms are of zeros
             has_image_B11 = regions.mask_BN.any(dim=1)[:, None, None]
             states_BPD = torch.where(has_image_B11, states_BPD, states_BPD.detach())
         return Tokens(states_BPD, regions.mask_BN)

@@ -5,11 +5,11 @@ from typing import Unpack
 
 from torch import Tensor
 
+from medvl.common.checks import check_within
 from medvl.encoders import ImageEncoder, TextEncoder
 from medvl.encoders.presets import CLIP_MEAN, CLIP_STD
 from medvl.losses.masked.mim import PatchMask
 from medvl.models.base import EncoderArguments, Parts
-from medvl.models.config_checks import check_within
 from medvl.models.fusion_encoders.albef import ALBEF, ALBEFConfig
 from medvl.models.fusion_encoders.objectives.base import Corruption
 from medvl.models.fusion_encoders.objectives.patches import MaskedImageModeling
@@ -52,7 +52,7 @@ class M2I2(ALBEF):
 
     Deviations besides ALBEF's: the position embeddings, sines and cosines in MAE's weights, are trained; the decoder's
     weights start as BERT's, not as MAE's (Xavier, uniform). With a CNN, cells of its last grid are removed
-    (`encode_visible`), and batch-norm statistics are those of such images.
+    (`encode_visible`), and batch-norm statistics are computed from such images.
     """
 
     Config = M2I2Config

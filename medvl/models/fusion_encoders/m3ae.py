@@ -5,10 +5,10 @@ from typing import Unpack
 
 from torch import Tensor
 
+from medvl.common.checks import check_within
 from medvl.encoders import ImageEncoder, TextEncoder, freeze_batch_norm_statistics
 from medvl.losses.masked.mim import PatchMask
 from medvl.models.base import Parts
-from medvl.models.config_checks import check_within
 from medvl.models.fusion_encoders.bases.encoders import check_pixels
 from medvl.models.fusion_encoders.objectives.patches import MaskedImageModeling
 from medvl.models.fusion_encoders.parts.encoder import Tokens

@@ -6,14 +6,13 @@ from typing import Literal, Self, Unpack
 import torch
 from torch import Tensor
 
-from medvl.common.checks import check_choice
+from medvl.common.checks import check_choice, check_within
 from medvl.data.tokenizer.tokenizer import Tokenizer
 from medvl.data.transforms.image import EvalTransform
 from medvl.encoders import ImageEncoder, TextEncoder, freeze_layers
 from medvl.errors import ConfigError
 from medvl.losses.pairs.itm import MatchingPairs
 from medvl.models.base import Parts
-from medvl.models.config_checks import check_within
 from medvl.models.fusion_encoders.bases.config import FusionConfig, check_attention
 from medvl.models.fusion_encoders.bases.encoders import create_pixel_encoders
 from medvl.models.fusion_encoders.bases.joint_bert import IMAGE, JointBERT

@@ -6,10 +6,10 @@ from typing import Unpack
 import torch
 from torch import Tensor
 
+from medvl.common.checks import check_within
 from medvl.encoders import ImageEncoder, TextEncoder
 from medvl.losses.masked.mim import blank
 from medvl.models.base import EncoderArguments, Parts
-from medvl.models.config_checks import check_within
 from medvl.models.fusion_encoders.bases.encoders import check_pixels
 from medvl.models.fusion_encoders.objectives.base import Corruption, Encoded
 from medvl.models.fusion_encoders.objectives.patches import MultiScaleMaskedImageModeling
@@ -49,9 +49,9 @@ class MixedConfig(DualStreamConfig):
 class MixedModel(DualStreamModel):
     """Masked words of all texts, masked cells of all images at several scales, and matching of the pairs.
 
-    The abstract says: a Transformer for paired data and for a mixture of paired and unpaired data, also of several
-    institutions; masked words; masked vision modelling at several scales, which regenerates patches of the image. The
-    rest is not published as code, and is chosen here:
+    The abstract describes a Transformer for paired data and for a mixture of paired and unpaired data, also of several
+    institutions; masked words; and masked vision modelling at several scales, which regenerates patches of the image.
+    No code is published; the other details are choices of medvl:
 
     - Layout: the grid of a CNN and the states of a BERT, each projected and with its modality's embedding, in two
       streams with co-attention.

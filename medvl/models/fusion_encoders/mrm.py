@@ -6,12 +6,12 @@ from typing import Literal, Self, Unpack
 
 import torch
 
+from medvl.common.checks import check_within
 from medvl.data.tokenizer.tokenizer import Tokenizer
 from medvl.data.transforms.image import EvalTransform
 from medvl.encoders import ImageEncoder, TextEncoder
 from medvl.errors import ConfigError
 from medvl.models.base import EncoderArguments, Parts, complete_rows
-from medvl.models.config_checks import check_within
 from medvl.models.dual_encoders.bases.build import create_encoders
 from medvl.models.fusion_encoders.bases.masked_pixels import MaskedPixels, MaskedPixelsConfig
 from medvl.models.fusion_encoders.bases.record_words import RecordWordModel
@@ -72,7 +72,7 @@ class MRM(MaskedPixels, RecordWordModel):
 
     @classmethod
     def build(cls, config: MRMConfig, *, pretrained: bool, tokenizer: Tokenizer | None) -> Self:
-        """See the base class. Published weights are those of the image encoder."""
+        """See the base class. `pretrained` loads weights of the image encoder only."""
         statistics = {"mean": config.pixel_mean, "std": config.pixel_std}
         encoders = create_encoders(
             config,

@@ -5,11 +5,11 @@ from typing import Unpack
 
 from torch import nn
 
+from medvl.common.checks import check_within
 from medvl.encoders import ImageEncoder, TextEncoder
 from medvl.encoders.presets import CLIP_MEAN, CLIP_STD
 from medvl.models.base import EncoderArguments, Parts
 from medvl.models.bert_init import init_weights
-from medvl.models.config_checks import check_within
 from medvl.models.fusion_encoders.albef import ALBEF, ALBEFConfig
 from medvl.models.fusion_encoders.objectives.contrast import UnimodalContrast
 from medvl.models.registry import register_system
@@ -45,9 +45,9 @@ class MUMC(ALBEF):
     The matching head has two layers. Every row of the batch can be a hard negative, however dissimilar
     (`negative_floor`).
 
-    Deviations besides ALBEF's, of which that on studies holds within a modality too: images and texts of one study are
-    positives of each other; the position embeddings, sines and cosines in MAE's weights, are trained; weights of ALBEF
-    initialise both encoders, but not the fusion-encoder.
+    Deviations besides those of ALBEF: images and texts of one study are positives of each other, within a modality too;
+    the position embeddings, sines and cosines in MAE's weights, are trained; weights of ALBEF initialise both encoders,
+    but not the fusion-encoder.
     """
 
     Config = MUMCConfig

@@ -4,7 +4,7 @@ import dataclasses
 
 from torch import Tensor
 
-from medvl.models.config_checks import check_within
+from medvl.common.checks import check_within
 from medvl.models.fusion_encoders.bases.bert_stream import BertStream
 from medvl.models.fusion_encoders.bases.config import FusionConfig
 from medvl.models.fusion_encoders.parts.inputs import sample_tokens

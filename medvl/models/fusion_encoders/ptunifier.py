@@ -7,12 +7,12 @@ import torch
 from torch import Tensor
 
 from medvl import losses
+from medvl.common.checks import check_within
 from medvl.encoders import TextEncoder
 from medvl.encoders.regions import RegionEncoder
 from medvl.errors import ConfigError
 from medvl.losses.gather import gather
 from medvl.models.base import Parts, complete_rows
-from medvl.models.config_checks import check_within
 from medvl.models.fusion_encoders.objectives.base import AlignedEncoded, Corruption
 from medvl.models.fusion_encoders.objectives.contrast import ImageTextContrast
 from medvl.models.fusion_encoders.parts.encoder import Fused, Tokens
@@ -111,7 +111,7 @@ class PTUnifier(DualStreamModel):
         return losses.clip(image_GE, text_GE, 1 / self.config.temperature) if len(image_GE) else image_GE.sum()
 
     def features(self, batch: Batch) -> Fused:
-        """See the base class; prompts stand for the side that a row lacks."""
+        """See the base class; prompts replace a missing image or text."""
         image, image_query_BD = self.images_with_queries(batch)
         has_image_B, has_text_B = batch.has_image_B, batch.has_text_B
         if batch.image_of_B is not None:
@@ -134,7 +134,7 @@ class PTUnifier(DualStreamModel):
         return image, mean_of_tokens(image.states_BND[:, 1:], image.real_BN()[:, 1:])
 
     def prompted_images(self, text_query_MD: Tensor) -> Tokens:
-        """Encode the prompts that stand for the images of texts."""
+        """Encode the prompts in place of the images of texts."""
         prompts_MKD = self.image_prompts(text_query_MD)
         if not self.has_patch_tokens:
             return Tokens(torch.cat([prompts_MKD.mean(dim=1, keepdim=True), prompts_MKD], dim=1), None)
@@ -142,7 +142,7 @@ class PTUnifier(DualStreamModel):
         return self.image_input(encoder.encode_patches(prompts_MKD))
 
     def prompted_texts(self, image_query_MD: Tensor) -> Tokens:
-        """Encode the prompts that stand for the texts of images. Raises ConfigError without a tokenizer."""
+        """Encode the prompts in place of the texts of images. Raises ConfigError without a tokenizer."""
         if self.tokenizer is None:
             raise ConfigError(f"{self.name} needs a tokenizer for images without a text", "missing", field="tokenizer")
         prompts_MKD, ends = self.text_prompts(image_query_MD), (self.tokenizer.cls_id, self.tokenizer.sep_id)

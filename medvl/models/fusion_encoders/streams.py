@@ -9,11 +9,11 @@ from typing import Any, Unpack
 
 from torch import Tensor, nn
 
+from medvl.common.checks import check_within
 from medvl.encoders import TextEncoder
 from medvl.encoders.regions import RegionEncoder
 from medvl.models.base import EncoderArguments, Parts
 from medvl.models.bert_init import init_weights
-from medvl.models.config_checks import check_within
 from medvl.models.fusion_encoders.bases.config import StreamConfig, check_attention
 from medvl.models.fusion_encoders.bases.masked_matching import MaskedMatchingModel
 from medvl.models.fusion_encoders.parts.attention_masks import Attention

@@ -5,10 +5,10 @@ from typing import Any, Unpack
 
 from torch import Tensor, nn
 
+from medvl.common.checks import check_within
 from medvl.common.seeding import derive
 from medvl.models.base import Parts
 from medvl.models.bert_init import LAYER_NORM_EPS
-from medvl.models.config_checks import check_within
 from medvl.models.fusion_encoders.bases.bert_stream import BertStream
 from medvl.models.fusion_encoders.bases.region_model import RegionConfig, RegionHead, RegionModel, TiedRegionHead
 from medvl.models.fusion_encoders.objectives.alignment import WordPatchAlignment

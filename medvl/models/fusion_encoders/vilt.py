@@ -6,12 +6,12 @@ from typing import Any, Self, Unpack
 
 from torch import Tensor, nn
 
+from medvl.common.checks import check_within
 from medvl.data.tokenizer.tokenizer import Tokenizer
 from medvl.encoders import ImageEncoder
 from medvl.errors import ConfigError
 from medvl.models.base import EncoderArguments, Parts
 from medvl.models.bert_init import init_weights
-from medvl.models.config_checks import check_within
 from medvl.models.fusion_encoders.bases.config import FusionConfig
 from medvl.models.fusion_encoders.bases.joint_stream import JointStream
 from medvl.models.fusion_encoders.objectives.alignment import WordPatchAlignment

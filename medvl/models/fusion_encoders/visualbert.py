@@ -36,9 +36,9 @@ class VisualBERTConfig(FusionConfig):
 class VisualBERT(BertStream):
     """Masked words and sentence-image prediction from one pass, also of the words of texts that do not match.
 
-    The paper's text is two captions of which the second may belong to another image; a report is one text, which
-    belongs to another image in half of the cases. The paper's regions are of a frozen detector (`regions:2048`); an
-    image encoder in place of it is trained.
+    The paper's text consists of two captions, and the second may belong to another image; a report is one text, which
+    belongs to another image in half of the cases. The paper's regions are from a frozen detector (`regions:2048`); an
+    image encoder in its place is trained.
     """
 
     Config = VisualBERTConfig

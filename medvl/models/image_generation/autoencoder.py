@@ -7,11 +7,10 @@ import torch
 from torch import Tensor, nn
 
 from medvl import losses
-from medvl.common.checks import check_choice
+from medvl.common.checks import check_choice, check_weights
 from medvl.data.tokenizer.tokenizer import Tokenizer
 from medvl.data.transforms.image import EvalTransform
 from medvl.models.base import System, SystemConfig, zero_loss
-from medvl.models.config_checks import check_weights
 from medvl.models.image_generation.parts import AutoencoderSizes, image_rows, to_grey, to_signal
 from medvl.models.registry import register_system
 from medvl.schema import Batch, Losses
@@ -84,7 +83,7 @@ class Autoencoder(System):
 
     @torch.no_grad()
     def reconstruct(self, image_BCHW: Tensor) -> Tensor:
-        """Return (B, H, W) uint8: images encoded and decoded, the best that latent diffusion on them can show."""
+        """Return (B, H, W) uint8: images encoded and decoded, the upper limit of latent diffusion on them."""
         network: Any = self.autoencoder
         signal_BCHW = to_signal(image_BCHW, self.config.sizes.image_channels)
         return to_grey(network.decode(network.encode(signal_BCHW).latent_dist.mode()).sample)

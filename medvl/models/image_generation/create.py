@@ -24,7 +24,7 @@ def create_latent_diffusion(
     tokenizer: Tokenizer | Path | str | None = None,
     pretrained: bool = False,
 ) -> LatentDiffusion:
-    """Create a latent diffusion model from the weights of its parts; what has none starts at random.
+    """Create a latent diffusion model from the weights of its parts; parts without weights start at random.
 
     Args:
         config: settings. With `autoencoder`, the sizes and the images' size must be that checkpoint's.

@@ -12,13 +12,12 @@ import torch
 from torch import Tensor, nn
 
 from medvl import losses
-from medvl.common.checks import check_choice
+from medvl.common.checks import check_choice, check_within
 from medvl.data.tokenizer.tokenizer import Tokenizer
 from medvl.data.transforms.image import EvalTransform
 from medvl.encoders import TextEncoder, create_text_encoder, parameter_groups
 from medvl.errors import ConfigError
 from medvl.models.base import EncoderArguments, Parts, System, SystemConfig, complete_rows, zero_loss
-from medvl.models.config_checks import check_within
 from medvl.models.image_generation.parts import (
     AutoencoderSizes,
     NoiseSchedule,
@@ -88,7 +87,7 @@ class LatentDiffusion(System):
     Attributes:
         autoencoder, unet: diffusers' networks, with its parameter names. The autoencoder is never trained.
         text_encoder: shared with other systems; frozen unless `config.train_text`.
-        text_projection: to the width that the U-Net attends to; the identity where widths agree.
+        text_projection: maps text states to the width that the U-Net attends to; the identity where widths agree.
         ema_unet: moving average of the U-Net, or None; `denoiser` is the one to evaluate.
         latent_scale: factor of the latents.
     """
@@ -192,7 +191,7 @@ class LatentDiffusion(System):
         return image_BCHW
 
     def reconstruct(self, image_BCHW: Tensor) -> Tensor:
-        """Return (B, H, W) uint8: images encoded and decoded, the best that this model can show."""
+        """Return (B, H, W) uint8: images encoded and decoded, the upper limit of generated images."""
         mean_BZHW = self.encode_moments(image_BCHW).chunk(2, dim=1)[0]
         return to_grey(self.decode(mean_BZHW * self.latent_scale))
 

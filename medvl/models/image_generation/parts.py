@@ -1,4 +1,4 @@
-"""What systems of image generation share: diffusers' networks by their sizes, pixels, and the noise schedule.
+"""Shared parts of systems of image generation: diffusers' networks by their sizes, pixels, and the noise schedule.
 
 B batch, C channels, H and W height and width, Z latent channels.
 """
@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from medvl.common.checks import check_within
 from medvl.errors import ConfigError
-from medvl.models.config_checks import check_within
 from medvl.schema import Batch
 
 

@@ -10,9 +10,8 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
-from medvl.common.checks import check_choice
+from medvl.common.checks import check_choice, check_within
 from medvl.errors import ConfigError
-from medvl.models.config_checks import check_within
 from medvl.models.image_generation.latent_diffusion import LatentDiffusion
 from medvl.models.image_generation.parts import NoiseSchedule, require_diffusers, to_grey
 

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from medvl import losses
-from medvl.common.checks import check_choice
+from medvl.common.checks import check_choice, check_within
 from medvl.data.tokenizer.tokenizer import Tokenizer
 from medvl.data.transforms.image import EvalTransform
 from medvl.data.transforms.mlm_masking import MaskedText, MaskingDraw, TextMasking
@@ -23,7 +23,6 @@ from medvl.losses.masked.mlm import IGNORED, masked_positions
 from medvl.losses.precision import mean_of
 from medvl.models.base import EncoderArguments, Parts, System, SystemConfig
 from medvl.models.bert_init import init_weights
-from medvl.models.config_checks import check_within
 from medvl.models.language.start import load_under_new_vocabulary
 from medvl.models.masked_words import WordHead, text_masking
 from medvl.schema import Batch, Losses
@@ -71,8 +70,9 @@ class LanguageConfig(TextModelConfig):
     attention_dropout: float | None = None
     """Dropout of attention in training; None is the encoder's default. At 0, packed text uses the GPU's kernel."""
     adversarial_weight: float = 0.0
-    """Weight of the symmetric KL between the predictions with and without noise on the word embeddings, which one step
-    along its gradient has made worse (ALUM, Liu et al., arXiv 2004.08994: 10). Costs two more passes; 0 is without."""
+    """Weight of the symmetric KL between the predictions with and without noise on the word embeddings; the noise is
+    increased by one step along its gradient (ALUM, Liu et al., arXiv 2004.08994: 10). Costs two more passes; 0 is
+    without."""
     adversarial_std: float = 1e-5
     """Standard deviation of the first noise."""
     adversarial_step: float = 1e-3
@@ -95,7 +95,7 @@ class LanguageModel(System):
     """A text encoder with heads for masked words and, unless `config.pairs` is none, for pairs of segments.
 
     A system sets how the word head is built. Losses are divided by `Batch.mean_counts_K`, so that an update's
-    gradient is that of the mean over all masked positions of its batches.
+    gradient equals that of the mean over all masked positions of its batches.
 
     Attributes:
         text_encoder: shared with other systems (`medvl.models.load_towers`).

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from medvl import losses
+from medvl.common.checks import check_within
 from medvl.data.tokenizer.tokenizer import Tokenizer
 from medvl.data.transforms.concept_pairs import ConceptPairs
 from medvl.data.transforms.image import EvalTransform
@@ -20,7 +21,6 @@ from medvl.errors import ConfigError
 from medvl.losses.gather import gather
 from medvl.losses.pairs.positives import name_ids
 from medvl.models.base import System
-from medvl.models.config_checks import check_within
 from medvl.models.language.base import TextModelConfig
 from medvl.models.registry import register_system
 from medvl.schema import Batch, Losses

@@ -1,4 +1,4 @@
-"""Masked words on held-out text: accuracy beside that of always giving the most frequent token."""
+"""Masked words on held-out text: accuracy, with the most frequent token as a baseline."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -19,7 +19,7 @@ class MaskedWordScore:
     Calling it with a model returns
 
         masked/accuracy        share of the masked tokens that get the highest score
-        masked/unigram         share of the most frequent one among them: what a constant answer reaches
+        masked/unigram         share of the most frequent one among them: accuracy of a constant prediction
         masked/perplexity      exponential of the mean cross-entropy
         pairs/accuracy         of the task on pairs, if the model has one
     """

@@ -1,4 +1,4 @@
-"""What report generators share: the next-token loss over a batch's complete samples, and decoding.
+"""Base of report generators: the next-token loss over a batch's complete samples, and decoding.
 
 Letters: as in `medvl.schema`; V words, K complete samples.
 """
@@ -40,7 +40,7 @@ class ReportGenerator(System):
 
     @abc.abstractmethod
     def writer(self, image: Tokens, first_id: int) -> NextToken:
-        """Return a writer of texts about the images that begin with a token; it caches what earlier tokens gave."""
+        """Return a writer of texts about the images that begin with a token; it caches the states of earlier tokens."""
 
     def forward(self, batch: Batch) -> Losses:
         """Return the loss of a training batch."""

@@ -129,7 +129,7 @@ class ImageLayers(nn.Module):
 
 
 class WritingState(NamedTuple):
-    """What a decoder keeps between two steps."""
+    """Cache of a decoder between two steps."""
 
     read: tuple[KeysValues, ...]
     """Keys and values of the image, by layer: B rows."""

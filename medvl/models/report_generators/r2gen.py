@@ -7,13 +7,12 @@ from typing import Any, Literal, Self, Unpack
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from medvl.common.checks import check_choice
+from medvl.common.checks import check_choice, check_within
 from medvl.data.tokenizer.tokenizer import Tokenizer
 from medvl.data.transforms.image import EvalTransform
 from medvl.encoders import ImageEncoder, create_image_encoder, parameter_groups
 from medvl.errors import ConfigError
 from medvl.models.base import EncoderArguments, ImageConfig, Parts
-from medvl.models.config_checks import check_within
 from medvl.models.fusion_encoders.parts.encoder import Tokens, join
 from medvl.models.fusion_encoders.parts.inputs import encode_present
 from medvl.models.fusion_encoders.parts.transformer import Sizes
@@ -50,7 +49,7 @@ class R2GenConfig(ImageConfig):
     max_tokens: int = 61
     """Including the first and the last token: 59 words, as the released code's max_seq_length of 60."""
     vocab_size: int | None = None
-    """None takes that of the tokenizer."""
+    """None: the value of the tokenizer."""
 
     def __post_init__(self) -> None:
         check_choice(self.fit, ("crop", "pad", "squash"), "fit")

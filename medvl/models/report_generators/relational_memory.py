@@ -61,7 +61,7 @@ class MemoryDecoder(nn.Module):
     Args:
         sizes: sizes of the layers.
         vocab_size: V.
-        slots, memory_heads: of the memory.
+        slots, memory_heads: numbers of slots and of attention heads of the memory.
     """
 
     def __init__(self, sizes: Sizes, vocab_size: int, slots: int, memory_heads: int) -> None:

@@ -135,7 +135,7 @@ def _change(rng: np.random.Generator, study: Study, finding: Finding) -> str | N
 
 
 def _resolved_sentences(rng: np.random.Generator, study: Study) -> list[Sentence]:
-    """Return sentences about findings of the previous study that are gone."""
+    """Return sentences about findings of the previous study that have resolved."""
     gone = [old.label for old in study.prior or () if not study.labels[old.label] and old.label not in CHRONIC]
     return [
         Sentence(realize(rng, [lexicon.RESOLVED], {"name": lexicon.NAMES[label]}), {label: NEGATIVE})

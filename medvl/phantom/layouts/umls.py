@@ -1,4 +1,4 @@
-"""The phantom's ontology in the files of a UMLS release: concepts, relations, semantic types, definitions; made up."""
+"""The phantom's invented ontology in the files of a UMLS release: concepts, relations, types, definitions."""
 
 from collections.abc import Iterator
 from pathlib import Path

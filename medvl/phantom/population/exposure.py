@@ -69,7 +69,7 @@ def sample_markers(rng: np.random.Generator, position: str) -> tuple[Marker, ...
 
 
 def at_site(exposure: Exposure, markers: tuple[Marker, ...], site: int) -> tuple[Exposure, tuple[Marker, ...]]:
-    """Return the exposure and the markers of a view as the devices and habits of a site make them; site 0 is as given.
+    """Return the exposure and the markers of a view at a site; site 0 does not change them.
 
     A site has its own tube voltage, tone curve, processing, noise and background, and its letters in every image.
     """

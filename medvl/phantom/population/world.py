@@ -23,7 +23,7 @@ from medvl.phantom.seeds import generator
 
 MAX_STUDIES = 8
 MAX_PATIENTS = 10**7 // MAX_STUDIES
-"""Limit from identifiers with seven free digits, of which every study needs one."""
+"""Limit of identifiers with seven free digits; every study needs one."""
 LATERAL_POSITIONS = ("LATERAL", "LL")
 _STEP = 7_368_787  # coprime to 10**7: multiplying by it permutes the numbers below 10**7
 

@@ -103,7 +103,7 @@ def _faster_loader(exam: Examination, data: Any, part: Limit) -> Iterator[str]:
         yield "shards on a local disk or in memory: they are read again in every epoch"
     elif part == "decode":
         size = getattr(getattr(data, "image", None), "size", None)
-        yield f"smaller stored images: medvl shards --short-side, for a training at {size} pixels"
+        yield f"smaller stored images: medvl shards --short-side, for training at {size} pixels"
     elif part == "augmentation":
         yield "a weaker --data.image: blur and affine cost the most"
     elif part == "text":

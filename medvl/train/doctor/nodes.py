@@ -116,7 +116,7 @@ def _synchronize(ranks: RankInfo) -> None:
 
 
 def _clock_offset(ranks: RankInfo) -> float:
-    """Return how far this rank's clock is ahead of rank 0's in seconds, up to the time of a barrier."""
+    """Return the seconds by which this rank's clock is ahead of rank 0's, within the time of a barrier."""
     offsets = []
     for _ in range(5):
         ranks.any(False)
@@ -208,7 +208,7 @@ def _problem(action: Callable[[], Any]) -> str | None:
 
 
 def _disagreements(found: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """Yield what differs between ranks, and what fails on some."""
+    """Yield differences between ranks, and failures of some of them."""
     for rank, other in enumerate(found):
         where = f"rank {rank} on {other['host']}"
         for name, version in found[0]["versions"].items():

@@ -263,7 +263,7 @@ def inventory(folder: Path, files: Iterable[Path] | None = None) -> dict[str, di
     return {
         path.relative_to(folder).as_posix(): {"sha256": sha256(path), "bytes": path.stat().st_size}
         for path in (sorted(folder.rglob("*")) if files is None else files)
-        if path.is_file() and path.name != CARD  # owners complete the card
+        if path.is_file() and path.name != CARD  # owners of the weights may edit the card
     }
 
 

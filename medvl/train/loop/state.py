@@ -1,4 +1,4 @@
-"""Everything of a run that a checkpoint holds, and the check that a checkpoint belongs to the same run."""
+"""State of a run as stored in checkpoints, and the check that a checkpoint belongs to the same run."""
 
 import dataclasses
 import json

@@ -129,7 +129,7 @@ class Training:
     """The parts of a run. Use `train`; `medvl.train.doctor.examine` measures the parts one by one.
 
     Attributes:
-        state: everything that a checkpoint holds, with the model, its ranks and the stream of batches.
+        state: content of a checkpoint, with the model, its ranks and the stream of batches.
         step: the update.
         logger, speed: records and their timing.
     """
@@ -178,7 +178,7 @@ class Training:
         self.speed = SpeedMeter(ranks)
 
     def close(self) -> None:
-        """Close the logger, and let go of the process group before it is destroyed."""
+        """Close the logger, and release the process group before it is destroyed."""
         self.logger.close()
         self.state.model.leave_group()
 
@@ -242,7 +242,7 @@ class Training:
         self.speed.pause(time.perf_counter() - started)
 
     def _save_whole(self, values: Mapping[str, Any], must: bool) -> bool:
-        """Save from rank 0 everything that the ranks hold; return whether it was saved."""
+        """Gather the state of all ranks and save it on rank 0; return whether it was saved."""
         state, checkpoints = self.state, self._checkpoints
         state.model.gather()
         tensors = state.optimizer_tensors()
@@ -257,7 +257,7 @@ class Training:
         return bool(state.ranks.on_main(on_main))
 
     def _save_parts(self, values: Mapping[str, Any], must: bool) -> bool:
-        """Save from every rank what it holds; return whether all was saved."""
+        """Save the part of every rank; return whether all parts were saved."""
         from medvl.train.fault_tolerance.checkpoint_parts import save_parts  # torch's part of it takes seconds
 
         state = self.state

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from medvl.common.checks import check_within
 from medvl.data.shards.format import Manifest
 from medvl.data.transforms.image import ConVIRTAugmentation, EvalTransform
 from medvl.data.transforms.text import WholeText
@@ -42,10 +43,7 @@ class LabelledDataConfig(LoaderConfig):
     """Seed of that fraction; `medvl eval probe` selects the same patients for the same seed."""
 
     def __post_init__(self) -> None:
-        if not 0 < self.fraction <= 1:
-            raise ConfigError(
-                f"fraction must be above 0 and at most 1, got {self.fraction:g}", "out_of_range", field="fraction"
-            )
+        check_within(self, "(0, 1]", "fraction")
 
     def choose_labels(self, available: Sequence[str], kind: str) -> tuple[str, ...]:
         """Return the labels to learn. Raises ConfigError where the shards lack one, or have none of this kind."""

@@ -50,7 +50,8 @@ class GenerationDataConfig(LoaderConfig):
     views: tuple[str, ...] = ()
     """Views to read, such as PA and AP; empty reads all images."""
     tokenizer: Path | None = None
-    """Folder of a tokenizer; None takes that of the checkpoints that the run starts from, or the text encoder's own."""
+    """Folder of a tokenizer; None: the tokenizer of the checkpoints that the run starts from, or of the text
+    encoder."""
     text: WholeText = dataclasses.field(default_factory=lambda: WholeText(sections=("impression",), missing="no_text"))
     min_characters: int = 7
     """Samples with shorter texts are left out."""
@@ -138,7 +139,7 @@ def _with_texts(source: Any, data: GenerationDataConfig) -> Any:
 
 
 def _cache_key(data: GenerationDataConfig, source: Any, model: Any) -> str:
-    """Return a hash of everything that the content of a cache depends on."""
+    """Return a hash of all inputs that determine the content of a cache."""
     parts = [model.autoencoder] if model.config.train_text else [model.autoencoder, model.text_encoder]
     digest = hashlib.sha256()
     settings = [source.fingerprint, model.transform.settings(), repr(data.text), model.config.max_tokens]

@@ -14,6 +14,7 @@ from medvl.data.transforms.image import EvalTransform
 from medvl.errors import ConfigError, EvaluationError, SplitError
 from medvl.eval.classification.label_policy import LabelPolicy
 from medvl.eval.generation.alignment import align, alignment_rows, check_separate
+from medvl.eval.generation.finding_classifier import FindingClassifier
 from medvl.eval.generation.findings import (
     Resampling,
     double,
@@ -25,7 +26,6 @@ from medvl.eval.generation.findings import (
     stated_labels,
 )
 from medvl.eval.generation.inputs import GeneratedSource, ImageSet, LoaderOptions
-from medvl.eval.generation.judge import FindingClassifier
 from medvl.eval.generation.usefulness import UseOptions, use_rows
 from medvl.eval.probing.features import FeatureTable
 from medvl.eval.probing.solver import LinearProbe
@@ -60,7 +60,7 @@ def images_of(folder: Path, prompts: list[str], drawn: list[str], seed: int = 0,
     return ImageSet(
         name="guidance 3",
         source=source,
-        judged=table,
+        scored=table,
         features=table,
         prompts=tuple(prompts),
         labels_NL=table.labels_NL,

@@ -43,7 +43,7 @@ class _Folder:
     masks: Path
     tables: tuple[Path, ...]
     lists: Mapping[str, Path] = dataclasses.field(default_factory=dict)
-    """Split -> table of its images, for a folder that holds two splits."""
+    """Split -> table of its images, for a folder with two splits."""
     split: str = "train"
 
 
@@ -99,7 +99,7 @@ def plan(
 
 
 def _folders(root: Path) -> list[_Folder]:
-    """Return the folders of images of whichever layout is there."""
+    """Return the folders of images of the layout that is found."""
     if (root / _FOLDERS["train"]).is_dir():
         parts = {split: root / name for split, name in _FOLDERS.items() if (root / name).is_dir()}
         return [

@@ -1,4 +1,4 @@
-"""Readers of text documents: one a line, paragraphs, JSON lines, and PubMed's XML. Each streams its files."""
+"""Readers of text documents: one per line, paragraphs, JSON lines, and PubMed's XML. Each streams its files."""
 
 import dataclasses
 import re
@@ -24,7 +24,7 @@ blank line after each document."""
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Document:
-    """A text, and what is known of it."""
+    """A text with its id, patient and split, where they are known."""
 
     text: str
     id: str | None = None
@@ -37,7 +37,7 @@ class Document:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class DocumentFormat:
-    """How documents are stored in files."""
+    """Format of the files of documents."""
 
     layout: Layout = "lines"
     """Layout of .txt files, see `Layout`."""

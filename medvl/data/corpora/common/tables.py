@@ -92,8 +92,8 @@ def read_record(record: Record, warnings: Counter[str], folders: InputFolders) -
 def report_sections(report: Report, warnings: Counter[str]) -> dict[str, str]:
     """Return the sections of a report that are stored, and count what is left out.
 
-    Left out are sections that identify a person, text before the first header, which often does, and all but the last
-    of several sections with the same name. Added are `addendum`, and `last_paragraph` where findings and impression
+    Sections that identify a person are left out, like text before the first header, which often does, and all but the
+    last of several sections with the same name. `addendum` is added, and `last_paragraph` where findings and impression
     are missing.
     """
     sections = {name: text for name, text in report.sections.items() if not is_identifying_header(name)}
@@ -189,7 +189,7 @@ def open_text(path: Path, folders: InputFolders) -> Iterator[TextIO]:
         with folders.open(path, CorpusError) as file:
             zipped = path.suffix == ".gz"
             if zipped and not os.fstat(file.fileno()).st_size:
-                raise EOFError("an empty file is no gzip file")  # which GzipFile accepts
+                raise EOFError("an empty file is not a gzip file")  # which GzipFile accepts
             data = gzip.GzipFile(fileobj=file) if zipped else file
             yield io.TextIOWrapper(data, encoding="utf-8-sig", newline="")
     except FileNotFoundError:

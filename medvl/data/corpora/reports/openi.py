@@ -52,7 +52,7 @@ def plan(
     fractions: Mapping[str, float] = DEFAULT_FRACTIONS,
     follow_links: bool = False,
 ) -> Plan:
-    """Plan the samples of Open-i from its reports; no image is opened. Labels are those of `mesh_labels`.
+    """Plan the samples of Open-i from its reports; no image is opened. Labels come from `mesh_labels`.
 
     Args:
         root: folder with `ecgen-radiology/` or `NLMCXR_reports.tgz`.

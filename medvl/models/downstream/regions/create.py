@@ -35,8 +35,8 @@ def create_region_detector(
     Args:
         name: `fasterrcnn_resnet50_fpn` or another Faster R-CNN of torchvision; `grid:ENCODER` for the grid of an image
             encoder; or the folder of a checkpoint: the boxes of a `detector`, or the grid of another system's encoder.
-        weights: of a Faster R-CNN, a local file, which also decides the number of classes; of a grid, `published`, or
-            a source as of `create_image_encoder`.
+        weights: for a Faster R-CNN, a local file, which also decides the number of classes; for a grid, `published`, or
+            a source as in `create_image_encoder`.
         random_weights: use random weights, for tests.
         selection: number of regions of an image; a grid always has all of its cells.
         image_size: side of the input of `grid:ENCODER`; None is the encoder's own.

@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from medvl.common.checks import check_within
 from medvl.data.transforms.image import EvalTransform
-from medvl.models.config_checks import check_within
 
 _CANDIDATES = 3000
 """Pairs of a region and a class, best first, that take part in non-maximum suppression."""

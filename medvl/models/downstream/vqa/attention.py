@@ -36,8 +36,8 @@ class QuestionAttention:
 def question_attention(model: FusionModel, batch: Batch) -> QuestionAttention:
     """Return the attention of a batch's texts over their images.
 
-    Neither padding nor the rest of the batch changes it. The forward pass keeps no weights, so this is a separate pass
-    through both encoders and all fusion layers but the last.
+    It does not depend on padding or on the rest of the batch. The forward pass keeps no weights, so this is a separate
+    pass through both encoders and all fusion layers but the last.
 
     Raises ConfigError in training mode, where cells may be left out.
     """

@@ -3,8 +3,7 @@
 import dataclasses
 from typing import Literal
 
-from medvl.common.checks import check_choice
-from medvl.models.config_checks import check_labels, check_within
+from medvl.common.checks import check_choice, check_labels, check_within
 from medvl.models.downstream.fusion_task import FusionTaskConfig
 
 Head = Literal["classifier", "product", "ranking", "generation"]

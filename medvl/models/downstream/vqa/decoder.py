@@ -50,7 +50,7 @@ class DecoderLayer(nn.Module):
         self.feed_forward = FeedForward(sizes)
 
     def read(self, states_BCD: Tensor) -> KeysValues:
-        """Return the keys and values of what is read."""
+        """Return the keys and values of the tokens to read."""
         return self.cross_attention.keys_values(states_BCD)
 
     def forward(

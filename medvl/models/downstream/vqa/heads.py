@@ -6,7 +6,7 @@ including padding, N without it, C tokens that are read, D width.
 
 import abc
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -34,26 +34,11 @@ class AnswerPredictions(NamedTuple):
     """float32, within [0, 1]: the head's probability of its answer."""
 
 
-class AnswerHead(Protocol):
-    """A head on a batch of fused questions."""
-
-    reads_pooled: bool
-    """Whether it reads `Fused.pooled_BD`."""
-
-    def loss(self, fused: Fused, target_BV: Tensor) -> Tensor:
-        """Return the loss for targets within [0, 1]; a row of zeros has no answer in the vocabulary."""
-
-    def scores(self, fused: Fused) -> Tensor:
-        """(B, V) float: higher is better."""
-
-    def predict(self, fused: Fused) -> AnswerPredictions:
-        """Return the best answers."""
-
-
 class _Classifier(nn.Sequential, abc.ABC):
     """Layers from one vector for each question to an independent logit for each answer, initialised as BERT's."""
 
     reads_pooled = True
+    """Whether the head reads `Fused.pooled_BD`."""
 
     def __init__(self, answers: Sequence[str], *layers: nn.Module) -> None:
         super().__init__(*layers)
@@ -65,16 +50,16 @@ class _Classifier(nn.Sequential, abc.ABC):
         """(B, D): the input of the layers."""
 
     def loss(self, fused: Fused, target_BV: Tensor) -> Tensor:
-        """See `AnswerHead`."""
+        """Return the loss for targets within [0, 1]; a row of zeros has no answer in the vocabulary."""
         return losses.vqa_bce(self.scores(fused), target_BV)
 
     def scores(self, fused: Fused) -> Tensor:
-        """See `AnswerHead`; logits."""
+        """Return the logits (B, V)."""
         logits_BV: Tensor = self(self.vector(fused))
         return logits_BV
 
     def predict(self, fused: Fused) -> AnswerPredictions:
-        """See `AnswerHead`."""
+        """Return the best answers."""
         best_B, place_B = self.scores(fused).float().max(dim=1)
         return AnswerPredictions([self._answers[place] for place in place_B.tolist()], best_B.sigmoid())
 
@@ -146,11 +131,11 @@ class DecoderHead(nn.Module):
         init_decoder(self.decoder, model)
 
     def loss(self, fused: Fused, target_BV: Tensor) -> Tensor:
-        """See `AnswerHead`: every answer with a target above 0 is predicted word by word after its question."""
+        """Return the loss for targets within [0, 1]; answers above 0 are predicted word by word."""
         return self.distilled_loss(fused, target_BV, None, 0.0)
 
     def distilled_loss(self, fused: Fused, target_BV: Tensor, teacher_NV: Tensor | None, alpha: float) -> Tensor:
-        """Return the loss with `teacher_NV`, what a teacher's `score_targets` gives, by a share of `alpha`."""
+        """Return the loss with soft targets; a share `alpha` is from `teacher_NV`, the teacher's `score_targets`."""
         logits_NV, ids_N, weight_N = self.score_targets(fused, target_BV)
         return losses.answer_words(logits_NV, ids_N, weight_N, len(target_BV), teacher_NV, alpha)
 
@@ -167,7 +152,7 @@ class DecoderHead(nn.Module):
         return self.decoder.score_words(states_NTD[real_NT]), next_NT[real_NT], weight_NT[real_NT]
 
     def scores(self, fused: Fused) -> Tensor:
-        """See `AnswerHead`: log-likelihoods, minus infinity for answers that are not on the shortlist.
+        """Return the log-likelihoods (B, V), minus infinity for answers that are not on the shortlist.
 
         The sum of the log-probabilities of an answer's words and its closing token, not divided by their number. With
         `config.decoder.first_word` "twice" the first word counts twice (ALBEF's `rank_answer`).
@@ -187,7 +172,7 @@ class DecoderHead(nn.Module):
         )
 
     def predict(self, fused: Fused) -> AnswerPredictions:
-        """See `AnswerHead`."""
+        """Return the best answers."""
         if self.config.head == "generation":
             return self.write(fused)
         best_B, place_B = self.scores(fused).max(dim=1)

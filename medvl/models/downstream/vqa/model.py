@@ -20,7 +20,7 @@ from medvl.schema import Batch, Losses
 
 
 class Answerer(nn.Module):
-    """A fusion-encoder and a decoder of answers: what has a moving average. They are shared, not copied."""
+    """The modules of a model that have a moving average: fusion-encoder and decoder, shared and not copied."""
 
     def __init__(self, fusion_model: FusionModel, answer_head: DecoderHead) -> None:
         super().__init__()
@@ -147,9 +147,9 @@ def create_vqa(
             dual-encoder, whose towers are used under a new fusion-encoder.
         answers: the normalised vocabulary.
         fusion: sizes of that new fusion-encoder; its settings of the encoders are replaced by those of `start`.
-        image_size: side of the images in pixels, to which learned positions are interpolated; None is that of `start`.
+        image_size: side of the images in pixels, to which learned positions are interpolated; None: as in `start`.
         head: see `VQAConfig`.
-        decoder: for the heads "ranking" and "generation"; ALBEF's sizes by default.
+        decoder: sizes of the decoder of the heads "ranking" and "generation"; ALBEF's by default.
         head_lr_mult: learning rate of the head, as a multiple of the encoders'; None is the head's published one.
 
     Raises:

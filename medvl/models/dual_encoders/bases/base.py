@@ -10,13 +10,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from medvl.common.checks import check_within
 from medvl.encoders import ImageEncoder, TextEncoder, freeze_batch_norm_statistics
 from medvl.errors import ConfigError
 from medvl.losses.gather import rows_by_rank
 from medvl.losses.masked.mim import mask_patches
 from medvl.losses.pairs.positives import name_ids, text_ids
 from medvl.models.base import Parts, TowersConfig, TwoTowers, complete_rows
-from medvl.models.config_checks import check_within
 from medvl.models.dual_encoders.bases.pairs import Pairs
 from medvl.schema import Batch, Embeddings, Losses
 
@@ -163,7 +163,7 @@ class ContrastiveEncoder(DualEncoder):
 
     @abc.abstractmethod
     def compare_pairs(self, pairs: Pairs) -> Losses:
-        """Return the losses of the global batch; `pairs` are those of this rank, which may have none.
+        """Return the losses of the global batch; `pairs` are the pairs of this rank, which may have none.
 
         At least one rank has a pair. Gather other ranks' embeddings with `medvl.losses.gather.gather` or
         `Pairs.gather`.
@@ -173,8 +173,9 @@ class ContrastiveEncoder(DualEncoder):
     def encode_pairs(self, batch: Batch) -> Pairs:
         """Return the embeddings of a batch, or of a part of it; where `needs_pairs`, of its complete rows.
 
-        Other rows are not encoded, so that their placeholders do not enter batch norms; only where no row is complete,
-        all are, because every rank must use all weights. Running statistics are not updated then, nor from one row.
+        Other rows are not encoded, so that their placeholders do not enter batch norms. Where no row is complete, all
+        rows are encoded, because every rank must use all weights. Running statistics are not updated in this case, nor
+        from a single row.
         """
         row_K = None
         statistics: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
@@ -223,6 +224,6 @@ def groups_of(batch: Batch, positives: Positives) -> tuple[Tensor, ...]:
 
 
 def projection_head(in_features: int, out_features: int, hidden: int | None = None) -> nn.Sequential:
-    """Return Linear, ReLU, Linear; the hidden width is `hidden`, or that of the input."""
+    """Return Linear, ReLU, Linear; the hidden width is `hidden`, by default the input width."""
     width = hidden or in_features
     return nn.Sequential(nn.Linear(in_features, width), nn.ReLU(inplace=True), nn.Linear(width, out_features))

@@ -7,10 +7,10 @@ from typing import Any, Self
 
 from torch import nn
 
+from medvl.common.checks import check_within
 from medvl.data.tokenizer.tokenizer import Tokenizer
 from medvl.data.transforms.image import EvalTransform
 from medvl.encoders import ImageEncoder, TextEncoder, freeze_layers
-from medvl.models.config_checks import check_within
 from medvl.models.dual_encoders.bases.base import ContrastiveEncoder, DualEncoderConfig
 from medvl.models.dual_encoders.bases.build import create_encoders
 

@@ -9,13 +9,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from medvl.common.checks import check_within
 from medvl.data.transforms.image import EvalTransform
 from medvl.encoders import ImageEncoder, TextEncoder
 from medvl.errors import ConfigError
 from medvl.losses.gather import gather
 from medvl.losses.local.gloria import WordPool, gloria_contrast, gloria_similarity
 from medvl.losses.precision import full_precision
-from medvl.models.config_checks import check_within
 from medvl.models.dual_encoders.bases.bert import BertDualConfig, BertDualEncoder
 from medvl.models.dual_encoders.bases.text_maps import TextMaps
 from medvl.models.dual_encoders.parts.heads import BatchNormHead
@@ -60,9 +60,9 @@ class LocalDualEncoder(TextMaps, BertDualEncoder):
     without a tokenizer has no words.
 
     Attributes:
-        region_head, word_head: to the shared space; by default as in GLoRIA: linear, without a bias, and Identity for a
-            text encoder as wide as the shared space. A `BatchNormHead` gets the mask of the words.
-        weighs_words: whether `Embeddings.weight_NP` of texts is wanted: the attention of the text's first token to each
+        region_head, word_head: maps to the shared space; by default as in GLoRIA: linear, without a bias, and Identity
+            for a text encoder as wide as the shared space. A `BatchNormHead` gets the mask of the words.
+        weighs_words: whether texts have `Embeddings.weight_NP`: the attention of the text's first token to each
             word in the last layer, averaged over heads and summed over sub-words. The same applies to images, from the
             class token to each region, where the image encoder has such attention (`ImageEncoder.has_attention`).
     """

@@ -23,8 +23,9 @@ class LocalSentenceEncoder(SentenceTexts, LocalDualEncoder):
     `text_pool` and `text_token` of the configuration have no meaning.
 
     Attributes:
-        region_pool, sentence_pool: such as `AttentionPool`: map (B, N, D) and its mask to (B, D) and weights (B, N).
-        word_head: of sentences.
+        region_pool, sentence_pool: modules such as `AttentionPool`: map (B, N, D) and its mask to (B, D) and weights
+            (B, N).
+        word_head: maps sentences to the shared space.
     """
 
     inputs = Inputs(sentences=True)

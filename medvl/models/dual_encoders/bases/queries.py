@@ -53,10 +53,10 @@ class QueryEncoder(TextMaps):
     that the scores of all entities depend on it, and every text needs a pass of its own.
 
     Attributes:
-        image_head: from the cells of the grid to the decoder's width.
-        text_head: from the text encoder's vector to a query.
+        image_head: maps the cells of the grid to the decoder's width.
+        text_head: maps the text encoder's vector to a query.
         book: vectors of the entities' descriptions.
-        presence: from the states of an entity's queries to absent and present.
+        presence: maps the states of an entity's queries to logits of absent and present.
         aspects: A, number of queries of an entity: 1, and 8 in MAVL.
         shared_norm: whether the decoder's last norm is applied to queries and grid as well.
     """
@@ -132,8 +132,8 @@ class QueryEncoder(TextMaps):
     def unnormalized_text(self, texts: Sequence[str] | Tensor, mask_BT: Tensor | None = None) -> Tensor:
         """Return (B, A x D) float32: vectors of the frozen text encoder, before `text_head`, of an entity's A aspects.
 
-        Strings that name an entity have the vectors of the book. Other strings, and token ids, name none and stand for
-        all aspects.
+        Strings that name an entity have the vectors of the book. The vector of other strings, and of token ids, is
+        repeated for all aspects.
         """
         if isinstance(texts, Tensor):
             return self.sentence_vectors(texts, mask_BT).repeat(1, self.aspects)
@@ -167,8 +167,8 @@ class QueryEncoder(TextMaps):
     def ask(self, grid_BPD: Tensor, more_BMD: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Return the states of all entities (B, Q, A x D), aspect after aspect, and their mean attention (B, Q, P).
 
-        The entities are those of the book, then those of `more_BMD` (B or 1, M, A x D), from `unnormalized_text`, each
-        of which reads the book and itself. Their aspects are equal, so one query counts as A.
+        The entities are the book's, then those of `more_BMD` (B or 1, M, A x D), from `unnormalized_text`. Each
+        of the latter attends to the book and itself. Its aspects are equal, so one query counts as A.
         """
         parts, reads_QQ = [self.queries()[None]], None
         book = parts[0].shape[1]
@@ -190,7 +190,7 @@ class QueryEncoder(TextMaps):
         return self.book.vectors_QD
 
     def similarity(self, images: Embeddings | Tensor, texts: Embeddings | Sequence[str]) -> Tensor:
-        """Return (N, M): the logarithm of the odds that what a text names is there; no cosine."""
+        """Return (N, M): the log-odds that the entity of each text is present; not a cosine."""
         image, text = self.embedded(images, texts)
         grid_NPD, row_M = self._grid_of(image), self._rows(text.global_NE)
         odds_NQ, further_MD = self._odds(self.ask(grid_NPD)[0]), text.global_NE[row_M < 0]
@@ -220,8 +220,9 @@ class QueryEncoder(TextMaps):
     def forward(self, batch: Batch) -> Losses:
         """Return the losses of a batch. Samples without an image are left out; means are over all ranks.
 
-        Their placeholders are not encoded, so that they do not enter batch norms; only where no sample has an image,
-        all are, because every rank must use all weights. Running statistics are not updated then, nor from one image.
+        Their placeholders are not encoded, so that they do not enter batch norms. Where no sample has an image, all
+        placeholders are encoded, because every rank must use all weights. Running statistics are not updated in this
+        case, nor from a single image.
         """
         statistics: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
         if batch.has_image_B is not None:

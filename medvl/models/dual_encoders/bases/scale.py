@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from medvl.models.config_checks import check_within
+from medvl.common.checks import check_within
 from medvl.models.dual_encoders.bases.base import ContrastiveEncoder, DualEncoderConfig
 
 

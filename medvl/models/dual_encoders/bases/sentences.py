@@ -124,7 +124,7 @@ class SentenceDualEncoder(SentenceTexts, BertDualEncoder):
         texts: Sequence[str],
         original_sizes: Sequence[tuple[int, int]] | None = None,
     ) -> list[Tensor]:
-        """Return one (H, W) map a pair: the softmax over regions of the mean score of the text's sentences.
+        """Return one (H, W) map per pair: the softmax over regions of the mean score of the text's sentences.
 
         `score` maps regions (P, D) and sentences (S, E) to (P, S). Other arguments are those of
         `LocalDualEncoder.attention_maps`.

@@ -1,4 +1,4 @@
-"""Base of dual-encoders that have a map of their own for a text: where in an image it applies."""
+"""Base of dual-encoders with a heat map of their own for a text in an image."""
 
 import abc
 from collections.abc import Sequence
@@ -26,13 +26,13 @@ class TextMaps(DualEncoder):
     def attention_maps(
         self, image_BCHW: Tensor, texts: Sequence[str], original_sizes: Sequence[tuple[int, int]] | None = None
     ) -> list[Tensor]:
-        """Return the heat map of each text in its image (`cell_maps`): one (H, W) float32 a pair, in original pixels.
+        """Return the heat map of each text in its image (`cell_maps`): one (H, W) float32 per pair, in original pixels.
 
         Pixels that `transform` cut off are NaN. Call it in eval mode.
 
         Args:
             image_BCHW: images from `transform`.
-            texts: one for each image.
+            texts: one text for each image.
             original_sizes: (height, width) of the images before `transform`; None gives maps over the model's input.
         """
         map_Bhw = self.cell_maps(image_BCHW, texts).float().unflatten(1, self.map_grid(image_BCHW))

@@ -1,6 +1,6 @@
 """Base of dual-encoders whose text encoder keeps its own objectives: section matching and masked words (BioViL).
 
-What the objectives compare are further sides of `Pairs`, so that they work in parts (GradCache) and over ranks.
+The objectives compare further sides of `Pairs`, so that they work in parts (GradCache) and over ranks.
 """
 
 import dataclasses
@@ -10,10 +10,10 @@ from typing import Any
 from torch import Tensor
 
 from medvl import losses
+from medvl.common.checks import check_within
 from medvl.data.transforms.mlm_masking import TextMasking
 from medvl.encoders import TextEncoder
 from medvl.errors import ConfigError
-from medvl.models.config_checks import check_within
 from medvl.models.dual_encoders.bases.bert import BertDualConfig, BertDualEncoder
 from medvl.models.dual_encoders.bases.pairs import Pairs, take
 from medvl.models.masked_words import WordHead, sample_masked_words, text_masking

@@ -7,10 +7,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from medvl.common.checks import check_within
 from medvl.data.tokenizer.tokenizer import Tokenizer
 from medvl.encoders import ImageEncoder, freeze_layers
 from medvl.errors import ConfigError
-from medvl.models.config_checks import check_within
 from medvl.models.dual_encoders.bases.bert import BertDualConfig, BertDualEncoder
 from medvl.models.dual_encoders.bases.local import local_features
 from medvl.schema import Embeddings
@@ -79,7 +79,7 @@ def token_layers(encoder: ImageEncoder, count: int) -> nn.Sequential:
 
     width = encoder.patch_dim
     if encoder.feature_dim != width:
-        message = f"{encoder.name} has {width} dimensions a patch and {encoder.feature_dim} an image"
-        raise ConfigError(f"{message}: take one with equal widths", "unsupported", field="image_encoder")
+        message = f"{encoder.name} has {width} dimensions per patch and {encoder.feature_dim} per image"
+        raise ConfigError(f"{message}: use one with equal widths", "unsupported", field="image_encoder")
     options: dict[str, Any] = {"dim": width, "num_heads": max(1, width // 64), "qkv_bias": True, "init_values": 1.0}
     return nn.Sequential(*(Block(**options) for _ in range(count)))

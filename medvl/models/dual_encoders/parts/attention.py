@@ -68,8 +68,8 @@ class CrossAttention(nn.Module):
     """Attention of two sequences to each other, with the same projections in both directions.
 
     As in LoVT (Mueller et al., arXiv 2112.02889, section 3.4, and its released code): queries and keys of both sides
-    are projections by one matrix, values by another; what is attended to passes the output projection and a batch
-    norm, of real items only. Products are divided by sqrt(D) and by the temperature.
+    are projections by one matrix, values by another; the attended vectors pass the output projection and a batch norm,
+    of real items only. Products are divided by sqrt(D) and by the temperature.
 
     Args:
         dim: D, width of both sequences.
@@ -88,7 +88,7 @@ class CrossAttention(nn.Module):
     def forward(
         self, a_BND: Tensor, b_BMD: Tensor, mask_a_BN: Tensor | None = None, mask_b_BM: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Return (B, N, D), for each item of `a` what it attends to in `b`, and (B, M, D), the reverse; 0 for padding.
+        """Return the attended vectors of `b` for each item of `a` (B, N, D), and the reverse (B, M, D); 0 for padding.
 
         Masks are True on real items; None: all are.
         """

@@ -24,7 +24,7 @@ def mask_of(x_BND: Tensor, mask_BN: Tensor | None) -> Tensor:
 
 
 class MaskedBatchNorm(nn.BatchNorm1d):
-    """Batch norm whose statistics, also the running ones, are those of real items only.
+    """Batch norm whose batch and running statistics are computed from real items only.
 
     Under `nn.BatchNorm1d` the padding would pull mean and variance towards its own, more so in batches with a long
     text. Without padding, value, gradient and buffers are those of `nn.BatchNorm1d` (Ioffe and Szegedy, arXiv

@@ -48,9 +48,9 @@ def pair_scores(
 
     Args:
         read: function from queries (N, C, E), memory and its mask to scores (N, C, 1).
-        memory_NKE, mask_NK: what a row consists of, True on what is real.
+        memory_NKE, mask_NK: vectors of each row, and True on the real ones.
         query_ME: queries of all rows, unit vectors.
-        width: of the network's widest states.
+        width: width of the network's widest states.
         chunk: number of queries at a time, by default as many as fit in 512 MiB; chunks are recomputed backwards.
     """
     rows = len(memory_NKE)

@@ -32,7 +32,7 @@ class QueryBook(nn.Module):
     def fill(self, encode: Callable[[Sequence[str]], Tensor]) -> None:
         """Encode the sentences unless the book has them already.
 
-        Raises CheckpointError where the loaded vectors are those of other sentences.
+        Raises CheckpointError where the loaded vectors belong to other sentences.
         """
         if self._is_checked:
             return

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from medvl.models.config_checks import check_within
+from medvl.common.checks import check_within
 from medvl.models.dual_encoders.parts.heads import mask_of
 
 
@@ -84,8 +84,8 @@ class QueryDecoder(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """Return (B, Q, D), and (B, Q, K), the attention to the memory, averaged over heads and layers (MedKLIP).
 
-        `reads_QQ` (float) is how many equal queries that of the column stands for, to which that of the row attends: 0
-        hides it. None: each for one.
+        `reads_QQ` (float): entry (i, j) is the number of equal queries that query j counts as when query i attends to
+        it; 0 hides it. None: 1 for all.
         """
         states_BQD, weights = self._decode(query_BQD, memory_BKD, mask_BK, reads_QQ, attention=True)
         return states_BQD, torch.stack(weights).mean(dim=0)

@@ -20,7 +20,7 @@ class SupportsPriors(Protocol):
 
 
 class TemporalPooler(nn.Module):
-    """What changed since the prior image, for each patch: Transformer blocks over the patches of both images.
+    """Change since the prior image, for each patch: Transformer blocks over the patches of both images.
 
     As in BioViL-T's released code: sine positions of the grid and a type embedding of each image are added to the input
     of every attention; queries, keys and values have no bias.

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from medvl import losses
+from medvl.common.checks import check_within
 from medvl.encoders import ImageEncoder, TextEncoder
 from medvl.errors import ConfigError
 from medvl.losses.gather import gather
@@ -23,7 +24,6 @@ from medvl.losses.pairs.positives import name_ids
 from medvl.losses.precision import full_precision
 from medvl.models.base import Parts, complete_rows
 from medvl.models.bert_init import init_weights
-from medvl.models.config_checks import check_within
 from medvl.models.dual_encoders.bases.base import DualEncoder
 from medvl.models.fusion_encoders.bases.base import DecoderLayers, FusionModel
 from medvl.models.fusion_encoders.bases.config import FusionConfig

@@ -86,7 +86,7 @@ class FusionModel(TwoTowers):
         return Losses(total=losses.total + zero_loss(self), terms=losses.terms)
 
     def corrupt(self, batch: Batch) -> Corruption:
-        """Sample what each objective masks or mixes up."""
+        """Sample the corruption of each objective."""
         return Corruption({objective.name: objective.corrupt(batch) for objective in self._all_objectives})
 
     def predict(self, batch: Batch, corruption: Corruption) -> dict[str, Any]:

@@ -27,7 +27,7 @@ class BertStream(JointStream):
     """The sequence `[CLS] text [SEP]`, image tokens through BERT, which is both text encoder and fusion-encoder.
 
     The pooled token is CLS. Image tokens are the cells of an encoder's grid, or the regions of a detector; a system
-    writes `embed_image`, and `make_image_input` where a linear layer is not all that it needs.
+    writes `embed_image`, and `make_image_input` if a linear layer is not sufficient.
     """
 
     def __init__(

@@ -3,10 +3,9 @@
 import dataclasses
 from typing import Any, Literal
 
-from medvl.common.checks import check_choice
+from medvl.common.checks import check_choice, check_within
 from medvl.errors import ConfigError
 from medvl.models.base import TowersConfig
-from medvl.models.config_checks import check_within
 from medvl.models.fusion_encoders.parts.attention_masks import ATTENTIONS
 
 

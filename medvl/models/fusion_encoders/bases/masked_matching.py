@@ -81,7 +81,7 @@ class MaskedMatchingModel(FusionModel):
     ) -> Encoded:
         """Fuse masked texts with their images and whole texts with sampled ones, in one pass of twice the rows.
 
-        `image` are the images if they are encoded already, `own_image` those for masked texts if they differ.
+        `image` are the encoded images, if they exist already; `own_image` the images of masked texts, if they differ.
         """
         words, pairs = corruption.of(self.mlm), corruption.of(self.itm)
         image = image or self.image_tokens(self.image_input_of(batch), batch.has_image_B)
@@ -104,7 +104,7 @@ class MaskedMatchingModel(FusionModel):
         return self.fuse_together(batch, corruption, image)[0]
 
     def fuse_together(self, batch: Batch, corruption: Corruption, image: Tokens) -> tuple[Encoded, Fused, Tensor]:
-        """See `encode_together`; also return what was fused, and the image of each row (B,)."""
+        """See `encode_together`; also return the fused sequences, and the image of each row (B,)."""
         words = corruption.of(self.mlm)
         text = self.masked_text_tokens(batch, words.ids_BT)
         row_B = image_B = torch.arange(len(batch), device=batch.ids_BT.device)

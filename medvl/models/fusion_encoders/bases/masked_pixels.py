@@ -9,11 +9,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from medvl import losses
+from medvl.common.checks import check_within
 from medvl.encoders import ImageEncoder, TextEncoder
 from medvl.errors import ConfigError
 from medvl.losses.masked.mim import PatchMask, mask_patches, patchify, standardize
 from medvl.models.base import Parts, TowersConfig, TwoTowers
-from medvl.models.config_checks import check_within
 from medvl.models.fusion_encoders.parts.heads import Patches, PixelDecoder, PixelDecoderConfig
 from medvl.schema import Batch, ImageFeatures
 
@@ -36,7 +36,7 @@ class MaskedPixelsConfig(PixelDecoderConfig, TowersConfig):
 
 
 class MaskedPixels(TwoTowers):
-    """An image encoder that sees a few patches, and a decoder of the pixels of the others.
+    """An image encoder of a few visible patches, and a decoder of the pixels of the others.
 
     Attributes:
         mim_head: pixels of all patches at `target_scale` times the encoder's resolution.
@@ -56,7 +56,7 @@ class MaskedPixels(TwoTowers):
         self.mim_head = PixelDecoder(image_encoder.patch_dim, targets, config, "gelu")
 
     def mask_images(self, batch: Batch) -> tuple[Tensor, PatchMask]:
-        """Return the normalised pixels (B, C, H, W) of a batch, and which patches of each image the encoder sees.
+        """Return the normalised pixels (B, C, H, W) of a batch, and the visible patches of each image.
 
         Raises ConfigError for images of another size than `image_size * target_scale`.
         """

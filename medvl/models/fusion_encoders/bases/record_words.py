@@ -21,8 +21,8 @@ class RecordWordModel(TwoTowers):
     the image.
 
     Attributes:
-        word_head: from states of the text encoder to its vocabulary, with its table of word embeddings.
-        image_to_words: from patches to the width of words.
+        word_head: maps states of the text encoder to its vocabulary, with its table of word embeddings.
+        image_to_words: maps patches to the width of words.
         fusion: attention of words to patches, with `text_fusion` "attention".
     """
 

@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from medvl.common.checks import check_within
 from medvl.models.bert_init import INIT_STD, LAYER_NORM_EPS, init_weights
-from medvl.models.config_checks import check_within
 from medvl.models.fusion_encoders.bases.config import FusionConfig
 from medvl.models.fusion_encoders.bases.masked_matching import MaskedMatchingModel
 from medvl.models.fusion_encoders.objectives.base import Corruption, Encoded, MaskedRegions
@@ -92,7 +92,7 @@ class RegionModel(MaskedMatchingModel):
     def encode_tasks(self, batch: Batch, corruption: Corruption) -> Encoded:
         """Fuse masked texts with their images, whole texts with sampled images and with images with masked regions.
 
-        What the step's objectives do not need is left out; the rest is one pass.
+        Parts that the step's objectives do not need are left out; the others are computed in one pass.
         """
         words, pairs = (corruption.parts.get(name) for name in (self.mlm.name, self.itm.name))
         mask = self.mask_of(corruption)

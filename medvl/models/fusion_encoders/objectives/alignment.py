@@ -18,9 +18,9 @@ class TransportedPairs(NamedTuple):
 
 
 class WordPatchAlignment(Objective[Encoded, None, TransportedPairs]):
-    """Distance of the fused words and patches of pairs that match, less that of the others (UNITER, ViLT).
+    """Distance of the fused words and patches of matching pairs, minus the distance of the others (UNITER, ViLT).
 
-    The pairs are those of image-text matching, which the model fuses once for both.
+    The pairs are shared with image-text matching; the model fuses them once for both objectives.
 
     Args:
         weight: factor of the term; 0.1 in both papers.

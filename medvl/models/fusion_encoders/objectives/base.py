@@ -1,7 +1,7 @@
-"""What a pretraining objective of a fusion-encoder is.
+"""Interface of the pretraining objectives of fusion-encoders.
 
-An objective has three verbs: `corrupt` samples what a step masks or mixes up, `predict` scores it from the states that
-the model computed once for all objectives, `loss` compares predictions and truth. A model lists its objectives:
+An objective has three verbs: `corrupt` samples the masks or wrong pairs of a step, `predict` scores it from the states
+that the model computed once for all objectives, `loss` compares predictions and truth. A model lists its objectives:
 
     self.mlm = MaskedLanguageModeling(config.mlm_weight, self.mask_words, self.score_words)
     self.itm = ImageTextMatching(config.itm_weight, self.sample_pairs, self.itm_head)
@@ -107,15 +107,15 @@ class Objective(abc.ABC, Generic[E, C, P]):
 
     @abc.abstractmethod
     def corrupt(self, batch: Batch) -> C:
-        """Sample what this step masks or mixes up, from torch's CPU generator."""
+        """Sample the masks or wrong pairs of this step, from torch's CPU generator."""
 
     @abc.abstractmethod
     def predict(self, encoded: E, corruption: C) -> P:
-        """Predict what was corrupted."""
+        """Predict the corrupted parts."""
 
     @abc.abstractmethod
     def loss(self, predictions: P, corruption: C) -> Tensor:
-        """Return the scalar loss, averaged over the samples that have what the objective needs."""
+        """Return the scalar loss, averaged over the samples that have the inputs of the objective."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -123,7 +123,7 @@ class Corruption:
     """Corruption of one batch by all objectives."""
 
     parts: Mapping[str, Any]
-    """Objective name -> what its `corrupt` returned."""
+    """Objective name -> result of its `corrupt`."""
 
     def of(self, objective: Objective[Any, C, Any]) -> C:
         """Return the part of one objective."""

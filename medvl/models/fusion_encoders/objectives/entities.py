@@ -23,14 +23,14 @@ class EntityScores(NamedTuple):
 
 
 class EntityAlignment(Objective[Encoded, None, EntityScores]):
-    """Which entities of the knowledge graph an image shows and a text mentions (ARL, section 3.3).
+    """Classification of the entities that an image shows and that a text mentions (ARL, section 3.3).
 
     Each is one binary decision for each entity. The entities of an image are those that any text of its sample
     mentions, so a sample without a text counts for neither.
 
     Args:
         weight: factor of the term.
-        score: image and text tokens before fusion to the scores (B, V) of all entities.
+        score: function from image and text tokens before fusion to the scores (B, V) of all entities.
     """
 
     name = "align"

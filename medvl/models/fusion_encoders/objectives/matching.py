@@ -15,12 +15,12 @@ from medvl.schema import Batch
 
 
 class ImageTextMatching(Objective[Encoded, MatchingPairs, Tensor]):
-    """Whether an image and a text belong together, with random negatives (ITM).
+    """Image-text matching with random negatives (ITM).
 
     Args:
         weight: factor of the term.
         sample_pairs: samples matching and wrong pairs of a batch.
-        head: pooled vectors (M, D) to logits (M, 2).
+        head: maps pooled vectors (M, D) to logits (M, 2).
     """
 
     name = "itm"
@@ -59,7 +59,7 @@ class HardNegativeMatching(Objective[ContrastiveEncoded, None, MatchedPairs]):
     Args:
         weight: factor of the term.
         sample_pairs: samples pairs from the batch, the embeddings of its complete rows and those rows.
-        match: text and image tokens to logits (M, 2).
+        match: function from text and image tokens to logits (M, 2).
     """
 
     name = "itm"

@@ -14,7 +14,7 @@ from medvl.models.fusion_encoders.parts.regions import RegionMask
 from medvl.schema import Batch
 
 RegionPredictions = tuple[Tensor, MaskedRegions]
-"""What the head returns for the masked regions, and the truth."""
+"""Predictions of the head for the masked regions, and the truth."""
 
 
 class RegionObjective(Objective[Encoded, RegionMask, RegionPredictions]):
@@ -25,7 +25,7 @@ class RegionObjective(Objective[Encoded, RegionMask, RegionPredictions]):
     Args:
         weight: factor of the term.
         sample_mask: samples the masked regions of a batch.
-        head: states (N, D) to predictions.
+        head: maps states (N, D) to predictions.
     """
 
     def __init__(

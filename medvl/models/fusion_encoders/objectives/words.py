@@ -17,7 +17,7 @@ class WordObjective(Objective[E, MaskedWords, P]):
     Args:
         weight: factor of the term.
         mask_words: samples the masked words of a batch.
-        score_words: states (N, D) to scores of the vocabulary (N, V).
+        score_words: maps states (N, D) to scores of the vocabulary (N, V).
     """
 
     name = "mlm"

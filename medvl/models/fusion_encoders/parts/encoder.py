@@ -240,7 +240,7 @@ class SingleStream(FusionEncoder):
         init_weights(self)
 
     def forward(self, text: Tokens, image: Tokens) -> Fused:
-        """See the base class; a pair's vector is that of the first image token, which attends to the text under every
+        """See the base class; the vector of a pair is the first image token's, which attends to the text under every
         mask but seq2seq and non_cross."""
         states_BSD, _ = self.stream(text, image, len(self.layers))
         images = image.states_BND.shape[1]

@@ -11,11 +11,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from medvl.common.checks import check_within
 from medvl.encoders import ImageEncoder
 from medvl.errors import ConfigError
 from medvl.losses.masked.mim import PatchMask
 from medvl.models.bert_init import INIT_STD, init_weights
-from medvl.models.config_checks import check_within
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -62,7 +62,7 @@ class PixelDecoder(nn.Module):
 
     Args:
         in_dim: width of the input states.
-        patches: of the encoder; also an attribute.
+        patches: patches of the encoder; also an attribute.
         config: sizes of the pre-LN blocks.
         activation: "quick_gelu" as in CLIP and M3AE, or "gelu" as in MAE and M2I2, whose norms have an epsilon of 1e-6.
     """

@@ -90,11 +90,11 @@ class ImageInput(nn.Module):
         """Return the first token, if any, then the regions.
 
         Args:
-            features: from any image encoder.
+            features: output of any image encoder.
             keep_BK: indices of the regions in the grid, if some were removed.
             real_BP: bool, False for padding; None: all are real.
 
-        Raises ConfigError if the number of regions differs from that of positions, and for an encoder without regions
+        Raises ConfigError if the numbers of regions and positions differ, and for an encoder without regions
         where no pooled vector is read.
         """
         first_B1D = self._first_token(features.pooled_BD)
@@ -170,7 +170,7 @@ def encode_present(has_B: Tensor | None, width: int, encode: Callable[..., Token
     Args:
         has_B: bool; None: all samples have it.
         width: D of the tokens.
-        encode: from `inputs_B` to tokens.
+        encode: function from `inputs_B` to tokens.
         inputs_B: one row for each sample; None stays None.
     """
     if has_B is None:

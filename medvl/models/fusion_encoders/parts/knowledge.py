@@ -1,4 +1,4 @@
-"""Layers of ARL: a graph of entities encoded by graph attention, and a stream of entities beside that of the text.
+"""Layers of ARL: a graph of entities encoded by graph attention, and a stream of entities beside the text's.
 
 Letters: B batch, V entities of the graph, M edges, N entities of a text, T text tokens, P image tokens, H heads, C
 width of a head, D width.
@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from medvl.common.checks import check_within
 from medvl.data.knowledge.finder import EntityFinder
 from medvl.data.knowledge.graph import read_knowledge
 from medvl.data.knowledge.linker import EntityLinker, LinkedEntities
@@ -21,7 +22,6 @@ from medvl.data.tokenizer.tokenizer import Tokenizer
 from medvl.errors import ConfigError
 from medvl.losses.precision import full_precision
 from medvl.models.bert_init import LAYER_NORM_EPS, init_weights
-from medvl.models.config_checks import check_within
 from medvl.models.fusion_encoders.parts.attention_masks import padding_mask
 from medvl.models.fusion_encoders.parts.encoder import DualStream, EntityTokens, Tokens
 from medvl.models.fusion_encoders.parts.transformer import Attention, CoAttentionLayer, FeedForward, Sizes
@@ -33,7 +33,7 @@ _SLOPE = 0.2
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GraphSizes:
-    """Sizes of a knowledge graph: what building a model of a checkpoint needs to know of it."""
+    """Sizes of a knowledge graph, from which the model of a checkpoint is built."""
 
     entities: int
     triples: int
@@ -106,7 +106,7 @@ class GraphAttention(nn.Module):
         in_dim: width of the input.
         head_dim: C.
         heads: H; the output has H * C numbers.
-        dropout: of the attention.
+        dropout: rate of dropout of the attention.
     """
 
     def __init__(self, in_dim: int, head_dim: int, heads: int, dropout: float) -> None:
@@ -151,7 +151,8 @@ class EntityGraph(nn.Module):
     Edges go from the head to the tail of each triple, and from every entity to itself. The names are kept as hashes, so
     that a checkpoint has no licensed strings and needs no folder.
 
-    The first layer has `graph_heads`, the second one head. Dropout is that of the input of both and of their attention.
+    The first layer has `graph_heads`, the second one head. Dropout is applied to the input of both and to their
+    attention.
 
     Raises ConfigError for a configuration without a graph.
     """
@@ -212,7 +213,7 @@ class EntityHead(nn.Module):
     """The graph, and scores of its entities for images and for texts (ARL, section 3.3).
 
     Args:
-        width: of the images' and texts' tokens.
+        width: width of the images' and texts' tokens.
         graph: encodes the entities.
     """
 
@@ -263,7 +264,7 @@ def without_masked(linked: LinkedEntities, masked_BT: Tensor) -> LinkedEntities:
 class EntityLayer(nn.Module):
     """A layer of the entities' stream: attention to each other and to the image, projection to the words, feed-forward.
 
-    Without `feeds`, for the last layer of the stream, there is no feed-forward layer, which nothing would read.
+    Without `feeds`, for the last layer of the stream, there is no feed-forward layer, whose output would be unused.
     """
 
     def __init__(self, sizes: Sizes, width: int, *, feeds: bool) -> None:
@@ -273,7 +274,7 @@ class EntityLayer(nn.Module):
         self.feed_forward = FeedForward(sizes) if feeds else None
 
     def forward(self, entities: EntityTokens, image_BPD: Tensor, image_mask_BP: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Return what is added to the words (B, T, D), zeros outside of mentions, and the entities (B, N, D)."""
+        """Return the addition to the words (B, T, D), zeros outside of mentions, and the entities (B, N, D)."""
         states_BND = self.attention(entities.states_BND, entities.states_BND, padding_mask(entities.mask_BN))
         states_BND = self.cross_attention(states_BND, self.from_image(image_BPD), padding_mask(image_mask_BP))
         added_BTD = at_mentions(self.to_text(states_BND), entities.mention_BT)

@@ -1,4 +1,4 @@
-"""Learned prompts that stand for a missing image or text (PTUnifier).
+"""Learned prompts in place of a missing image or text (PTUnifier).
 
 Letters: B batch, Q width of a query, R prompts in the pool, K selected prompts, D width.
 """
@@ -16,7 +16,7 @@ from medvl.models.fusion_encoders.parts.encoder import Tokens
 
 
 class PromptPool(nn.Module):
-    """A pool of learned vectors, of which each sample takes those that its query is most similar to.
+    """A pool of learned vectors. Each sample gets the vectors that are most similar to its query.
 
     Gradients reach the selected vectors; the selection itself has none. A query of another width is mapped by a fixed
     random matrix.

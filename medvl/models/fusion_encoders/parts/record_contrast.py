@@ -7,9 +7,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from medvl.common.checks import check_within
 from medvl.losses.gather import gather
 from medvl.losses.precision import full_precision
-from medvl.models.config_checks import check_within
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -28,7 +28,7 @@ class RecordContrastConfig:
 
 
 class WeightedContrast(nn.Module):
-    """MaCo's contrast: images whose telling places were removed weigh less (section 3.3).
+    """MaCo's contrast: images whose informative patches were removed weigh less (section 3.3).
 
     The logarithm of the factor of cosines is learned; in the released code it is the factor, which may become negative.
 

@@ -7,12 +7,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from medvl.common.checks import check_choice
+from medvl.common.checks import check_choice, check_within
 from medvl.data.knowledge.finder import EntityFinder
 from medvl.data.knowledge.linker import EntityLinker
 from medvl.losses.masked.mlm import IGNORED, masked_positions
 from medvl.models.base import System, complete_rows
-from medvl.models.config_checks import check_within
 from medvl.models.masked_words import text_masking
 from medvl.schema import Batch
 
@@ -39,10 +38,11 @@ class RecordWordsConfig:
     """Mask words of entities and beside them before other words."""
     entities: tuple[str, ...] = ENTITIES
     negation_weight: float = 1.0
-    """Weight of the words "there is no (evidence of)". What they lose goes to the up to two words before each entity
-    (`entities_first`), or to all words of a text without."""
+    """Weight of the words "there is no (evidence of)". The difference is added to the weights of up to two words before
+    each entity (`entities_first`), or of all words of a text without entities."""
     text_fusion: Literal["add", "attention"] = "add"
-    """How words read the image: its mean patch is added to each; or also what each attends to among the patches."""
+    """Image input of words: "add" adds the mean patch to each word; "attention" also adds its attention over the
+    patches."""
 
     def check_words(self) -> None:
         """Raise ConfigError for a value out of range."""
@@ -69,7 +69,7 @@ class RecordWords:
 
     Args:
         model: has the tokenizer.
-        config: which words, and their weights.
+        config: selection of words, and their weights.
 
     Raises ConfigError without a tokenizer or a mask token.
     """

@@ -18,7 +18,7 @@ from medvl.schema import Batch
 
 
 class RegionMask(NamedTuple):
-    """Regions that are to be predicted, and where the features come from that the model reads in their place."""
+    """Regions to predict, and the regions whose features the model reads in their place."""
 
     masked_BP: Tensor
     """bool."""
@@ -46,7 +46,7 @@ class RegionInput(nn.Module):
 
     Args:
         source: detector's regions with a box code of `numbers`, or an image encoder, whose cells have boxes.
-        numbers: of a box code.
+        numbers: length of a box code.
         width: D of the tokens.
 
     Attributes:

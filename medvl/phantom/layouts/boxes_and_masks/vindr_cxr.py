@@ -24,7 +24,7 @@ _NAMES = {
 }  # fmt: skip
 """Label of the phantom -> finding of the release; fractures are of a rib or a clavicle."""
 _READERS = {"R8": -0.5, "R9": 0.5, "R10": 0.0}
-"""Reader -> shift of the boxes in pixels. Their mean is the truth, also without R10, who overlooks what is mild."""
+"""Reader -> shift of the boxes in pixels. Their mean is the truth, also without R10, who omits mild findings."""
 _BOX = ("class_name", "x_min", "y_min", "x_max", "y_max")
 
 
@@ -90,7 +90,7 @@ def _write_patient(root: Path, patient: Patient, options: Options) -> PatientRow
 
 
 def _readings(name: str, split: str, study: Study, view: View) -> Iterator[tuple[list[str], float, set[str]]]:
-    """Yield the first columns of a reader's rows, the shift of the boxes, and the labels that the reader sees."""
+    """Yield the first columns of a reader's rows, the shift of the boxes, and the labels that the reader gives."""
     present = {finding.label for finding in view.findings}
     if split == "test":
         yield [name], 0.0, present

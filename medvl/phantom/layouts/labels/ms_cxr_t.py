@@ -36,7 +36,8 @@ def write_ms_cxr_t(
 
     Each study after a patient's first is compared with the previous one, by their first frontal images. A finding has a
     label where one of the two studies has it: new and larger findings are worsening, smaller and resolved ones
-    improving, others stable. There are about 1.3 pairs a patient. Arguments and errors are those of `write_mimic_cxr`.
+    improving, others stable. There are about 1.3 pairs per patient. Arguments and errors are those of
+    `write_mimic_cxr`.
     """
     options = Options(corpus="ms-cxr-t", patients=patients, seed=seed, size=size, split=(0.0, 0.0, 1.0), reports=False)
     return write_release(Path(out), options, _write_patient, {TABLE: _HEADER}, workers)
