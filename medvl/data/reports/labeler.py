@@ -21,6 +21,7 @@ labeler reads English reports of chest radiographs and does not correct misspell
 """
 
 import dataclasses
+import re
 from collections.abc import Iterator
 
 from medvl.data.reports import labeler_lexicon as lexicon
@@ -31,6 +32,8 @@ from medvl.schema import FINDINGS, NEGATIVE, POSITIVE, UNCERTAIN
 
 _STRENGTH = (NEGATIVE, UNCERTAIN, POSITIVE)
 _NO_NOT = rf"(?!not ){WORD}"
+_CONTRACTION = re.compile(r"(?<=\w)(?<!\bca)n't\b")
+"""The end of "isn't"; "can't" has cues of its own."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -63,8 +66,8 @@ def label_report(text: str) -> dict[str, int]:
 
 def find_mentions(text: str) -> list[Mention]:
     """Return all mentions of findings, sentence by sentence; No Finding has none."""
-    sentences = (" ".join(sentence.lower().split()) for sentence in split_sentences(text))
-    return [mention for sentence in sentences for mention in _mentions_in(sentence)]
+    sentences = (" ".join(sentence.lower().split()) for sentence in split_sentences(text.replace("\u2019", "'")))
+    return [mention for sentence in sentences for mention in _mentions_in(_CONTRACTION.sub(" not", sentence))]
 
 
 def _mentions_in(sentence: str) -> Iterator[Mention]:
