@@ -46,6 +46,8 @@ class Mention:
     sentence: str
     phrase: str
     """Words of the sentence that name the finding."""
+    start: int
+    """Place of the phrase in the sentence."""
     cue: str
     """Words that make it negative or uncertain; "" where it is positive."""
 
@@ -82,11 +84,12 @@ def _mentions_in(sentence: str) -> Iterator[Mention]:
             value = POSITIVE if cue is None else cue.value
             if value is not None:
                 words = "" if cue is None else sentence[cue.start : cue.end].lstrip(", ")
-                yield Mention(finding, value, sentence, sentence[span.start : span.end], words)
+                yield Mention(finding, value, sentence, sentence[span.start : span.end], span.start, words)
     for findings, table in lexicon.NORMAL.items():
         normal = compile_table(table, _NO_NOT).search(sentence)
         if normal is not None:
-            yield from (Mention(finding, NEGATIVE, sentence, normal[0], normal[0]) for finding in findings)
+            for finding in findings:
+                yield Mention(finding, NEGATIVE, sentence, normal[0], normal.start(), normal[0])
 
 
 def _spans(table: Table, sentence: str) -> list[Span]:
