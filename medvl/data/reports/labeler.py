@@ -21,6 +21,7 @@ labeler reads English reports of chest radiographs and does not correct misspell
 """
 
 import dataclasses
+import re
 from collections.abc import Iterator
 
 from medvl.data.reports import labeler_lexicon as lexicon
@@ -31,6 +32,8 @@ from medvl.schema import FINDINGS, NEGATIVE, POSITIVE, UNCERTAIN
 
 _STRENGTH = (NEGATIVE, UNCERTAIN, POSITIVE)
 _NO_NOT = rf"(?!not ){WORD}"
+_CONTRACTION = re.compile(r"(?<=\w)(?<!\bca)n't\b")
+"""The end of "isn't"; "can't" has cues of its own."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -43,6 +46,8 @@ class Mention:
     sentence: str
     phrase: str
     """Words of the sentence that name the finding."""
+    start: int
+    """Place of the phrase in the sentence."""
     cue: str
     """Words that make it negative or uncertain; "" where it is positive."""
 
@@ -63,8 +68,8 @@ def label_report(text: str) -> dict[str, int]:
 
 def find_mentions(text: str) -> list[Mention]:
     """Return all mentions of findings, sentence by sentence; No Finding has none."""
-    sentences = (" ".join(sentence.lower().split()) for sentence in split_sentences(text))
-    return [mention for sentence in sentences for mention in _mentions_in(sentence)]
+    sentences = (" ".join(sentence.lower().split()) for sentence in split_sentences(text.replace("\u2019", "'")))
+    return [mention for sentence in sentences for mention in _mentions_in(_CONTRACTION.sub(" not", sentence))]
 
 
 def _mentions_in(sentence: str) -> Iterator[Mention]:
@@ -79,11 +84,12 @@ def _mentions_in(sentence: str) -> Iterator[Mention]:
             value = POSITIVE if cue is None else cue.value
             if value is not None:
                 words = "" if cue is None else sentence[cue.start : cue.end].lstrip(", ")
-                yield Mention(finding, value, sentence, sentence[span.start : span.end], words)
+                yield Mention(finding, value, sentence, sentence[span.start : span.end], span.start, words)
     for findings, table in lexicon.NORMAL.items():
         normal = compile_table(table, _NO_NOT).search(sentence)
         if normal is not None:
-            yield from (Mention(finding, NEGATIVE, sentence, normal[0], normal[0]) for finding in findings)
+            for finding in findings:
+                yield Mention(finding, NEGATIVE, sentence, normal[0], normal.start(), normal[0])
 
 
 def _spans(table: Table, sentence: str) -> list[Span]:

@@ -38,8 +38,8 @@ class CueTable:
 _PERHAPS = "possibly|potential(?:ly)?|probably|likely|perhaps|presumabl[ey]|presumed"
 _REMOVED = "resolved|cleared|disappeared|vanished|removed|gone|excluded|ruled out|absent"
 _SEEN = (
-    "(?:seen|present|identified|visible|visualized|demonstrated|apparent|noted|appreciated|evident|detected|found"
-    "|observed|shown|recognized)"
+    "(?:seen|present|identified|visible|visuali[sz]ed|demonstrated|apparent|noted|appreciated|evident|detected|found"
+    "|observed|shown|recogni[sz]ed)"
 )
 NEGATIVE_OF = "(?:(?:absence|resolution|removal|clearing|exclusion|lack|free|clear|cleared) of|negative for)"
 """Words with an object that make it negative."""
@@ -126,8 +126,8 @@ CUES: tuple[CueTable, ...] = (
         value=NEGATIVE,
         side="before",
         entries=(
-            "(?:no|not|nor|neither|without|w/o|never)", NEGATIVE_OF, "(?:free|clear|cleared) from", "rather than",
-            "excludes", "fail* to (?:show|demonstrate|reveal)",
+            "(?:no|not|nor|neither|without|w/o|never|nothing)", NEGATIVE_OF, "(?:free|clear|cleared) from",
+            "rather than", "excludes", "fail* to (?:show|demonstrate|reveal)",
         ),
     ),
     CueTable(value=None, side="before", entries=("history of", "h/o", "(?:treatment|treated|therapy) (?:for|of)")),

@@ -89,13 +89,19 @@ NORMAL: dict[Table, Table] = {
         "(?:heart|cardiac silhouette|cardiac size|cardiac shadow|cardiac contour) .. "
         "(?<!limits )(?<!limits of )(?<!top )(?<!upper )(?:normal|unremarkable)",
         "(?<!limits of )normal .. (?:heart|cardiac silhouette|cardiac size)",
+        "unremarkable (?:heart|cardiac silhouette|cardiac size)",
     ),
-    ("Enlarged Cardiomediastinum",): ("mediastin* .. (?:normal|unremarkable)", "normal .. mediastin*"),
+    ("Enlarged Cardiomediastinum",): (
+        "mediastin* .. (?:normal|unremarkable)",
+        "normal .. mediastin*",
+        "unremarkable mediastin*",
+    ),
     ("Cardiomegaly", "Enlarged Cardiomediastinum"): (
         "cardiomediastin* .. (?:normal|unremarkable)",
         "cardiac, mediastin* .. (?:normal|unremarkable)",
         "(?:cardiac|heart) .. mediastin* .. (?:normal|unremarkable)",
         "normal .. cardiomediastin*",
+        "unremarkable cardiomediastin*",
     ),
     ("Lung Opacity",): ("lungs .. clear", "clear lungs", "lungs? fields? .. clear", "lung* .. clear"),
     ("Pleural Effusion",): ("(?:costophrenic|cp) (?:angles?|sulci|sulcus) .. (?:sharp|clear)",),

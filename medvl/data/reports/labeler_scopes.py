@@ -27,7 +27,7 @@ from medvl.schema import NEGATIVE, UNCERTAIN
 
 WORD = r"[\w'/-]+"
 _SEPARATOR = re.compile(
-    r"(?P<end>[;:()]| --? |\b(?:{})\b)|(?P<or>,? (?:or|nor)\b|(?<![srhw])/)|(?P<and>,? and\b)|(?P<comma>,)".format(
+    r"(?P<end>[;:()]| --? |\b(?:{})\b)|(?P<or>,? \(?(?:or|nor)\b|(?<![srhw])/)|(?P<and>,? and\b)|(?P<comma>,)".format(
         "|".join(tables.CLAUSE_ENDS)
     )
 )

@@ -70,11 +70,11 @@ _RULE = re.compile(r"\s*_{10,}\s*")  # a mask has three
 _TITLE = re.compile(r"\s*FINAL (?P<kind>REPORT|ADDENDUM)\s*:?\s*")
 _HEADER = re.compile(r"[ \t]*(?P<label>[A-Za-z][A-Za-z ()/,&'-]{0,58}[A-Za-z)])[ \t]*:(?P<rest>(?!\d).*)")
 _COMMON_HEADER = (
-    r"((?:CLINICAL )?(?:FINDINGS AND IMPRESSION|FINDINGS|IMPRESSION|CONCLUSION|COMPARISONS?|INDICATION"
+    r"((?:CLINICAL |[A-Z]{3,20}(?: AND | & |/ ?))?(?:FINDINGS|IMPRESSION|CONCLUSION|COMPARISONS?|INDICATION"
     r"|TECHNIQUE|HISTORY|RECOMMENDATIONS?|RECOMMENDATION\(S\)|NOTIFICATION|ADDENDUM):)"
 )
 _HEADER_IN_LINE = re.compile(rf"([.!?:_][ \t]{{1,40}}|[ \t]{{2,40}}){_COMMON_HEADER}")
-_HEADER_IN_ONLY_LINE = re.compile(rf"([ \t]){_COMMON_HEADER}")
+_HEADER_IN_ONLY_LINE = re.compile(rf"(^|[ \t]){_COMMON_HEADER}")
 _MARKDOWN_HEADING = re.compile(r"[ \t]*#{1,6}[ \t]+(?=[A-Za-z*])")
 _MARKDOWN_LABEL = re.compile(
     r"[ \t]*(?P<mark>\*{1,3})(?P<label>[A-Za-z][^*:]{0,60})"

@@ -70,10 +70,10 @@ def place_of(sides: Sequence[str], zones: Sequence[str]) -> str:
 
 def place_words(mention: Mention) -> tuple[list[str], list[str]]:
     """Return the side (at most one: left, right or bilateral) and the zones that the clause of a mention names."""
-    start = mention.sentence.find(mention.phrase)
-    ends = [0, *itertools.chain.from_iterable(end.span() for end in _CLAUSE_END.finditer(mention.sentence))]
-    before = max((end for end in ends if end <= start), default=0)
-    after = min((end for end in ends if end >= start + len(mention.phrase)), default=len(mention.sentence))
+    start, end = mention.start, mention.start + len(mention.phrase)
+    ends = [0, *itertools.chain.from_iterable(match.span() for match in _CLAUSE_END.finditer(mention.sentence))]
+    before = max((place for place in ends if place <= start), default=0)
+    after = min((place for place in ends if place >= end), default=len(mention.sentence))
     clause = mention.sentence[before:after]
     found = [name for name, pattern in _PLACES.items() if pattern.search(clause)]
     sides, zones = [name for name in found if name in SIDES], [name for name in found if name in ZONES]

@@ -53,9 +53,10 @@ def frechet_distance(x_ND: Array, y_MD: Array) -> float:
     root is the sum of the singular values of Rx Ry^T: no root of a matrix is taken, also with fewer images than
     features. Heusel et al., arXiv 1706.08500, equation 6 ("FID" with Inception's features).
 
-    Raises EvaluationError with fewer than two images, or other than equal feature dims.
+    Features of any precision are computed in float64. Raises EvaluationError with fewer than two images, or other than
+    equal feature dims.
     """
-    _check(x_ND, y_MD)
+    x_ND, y_MD = _in_float64(x_ND, y_MD)
     parts: list[Array] = []
     for z_ND in (x_ND, y_MD):
         centred_ND: Array = (z_ND - z_ND.mean(axis=0)) / np.sqrt(len(z_ND) - 1)
@@ -69,9 +70,10 @@ def kernel_distance(x_ND: Array, y_MD: Array) -> float:
     """Return the unbiased estimate of the squared maximum mean discrepancy over all pairs; it may be below 0.
 
     The kernel is (x . y / D + 1)^3, as in Binkowski et al., arXiv 1801.01401, section 3.1 ("KID" with Inception's
-    features); the estimator is that of Gretton et al., JMLR 2012, equation 3. Raises as `frechet_distance`.
+    features); the estimator is that of Gretton et al., JMLR 2012, equation 3. Precision and errors as for
+    `frechet_distance`.
     """
-    _check(x_ND, y_MD)
+    x_ND, y_MD = _in_float64(x_ND, y_MD)
     within = 0.0
     for z_ND in (x_ND, y_MD):
         diagonal = ((z_ND * z_ND).sum(axis=1) / z_ND.shape[1] + 1) ** 3
@@ -167,7 +169,9 @@ def _kernel_sum(x_ND: Array, y_MD: Array) -> float:
     return sum(float(((x_ND[i : i + _ROWS] @ y_MD.T / x_ND.shape[1] + 1) ** 3).sum()) for i in starts)
 
 
-def _check(x_ND: Array, y_MD: Array) -> None:
+def _in_float64(x_ND: Array, y_MD: Array) -> tuple[Array, Array]:
+    """Return the features in float64: the kernel distance is a small difference of large sums."""
     if min(len(x_ND), len(y_MD)) < 2 or x_ND.shape[1] != y_MD.shape[1]:
         message = f"expected two or more images of each set and equal features, got {x_ND.shape} and {y_MD.shape}"
         raise EvaluationError(message, "mismatch", field="features")
+    return np.asarray(x_ND, np.float64), np.asarray(y_MD, np.float64)

@@ -27,6 +27,8 @@ def word_patch_alignment(
     inner iteration): nonnegative, words have equal shares of a total of 1, patches nearly so. It is detached, so that
     the gradient goes through the costs alone.
 
+    Padding is ignored, even if it is not finite.
+
     Args:
         text_BME, image_BNE: states of words and patches; not normalised.
         text_pad_BM, image_pad_BN: bool, True on padding and on tokens that take no part.
@@ -47,11 +49,16 @@ def word_patch_alignment(
         got = shapes(text_BME, image_BNE, text_pad_BM, image_pad_BN)
         raise ValueError(f"expected (B, M, E), (B, N, E), bool (B, M) and bool (B, N), got {got}")
     with full_precision(text_BME):
-        text_BME, image_BNE = (F.normalize(x.float(), dim=-1, eps=_NORM_EPS) for x in (text_BME, image_BNE))
+        text_BME, image_BNE = _unit(text_BME, text_pad_BM), _unit(image_BNE, image_pad_BN)
         pad_BNM = image_pad_BN[:, :, None] | text_pad_BM[:, None, :]
         cost_BNM = (1 - image_BNE @ text_BME.transpose(1, 2)).masked_fill(pad_BNM, 0.0)
         plan_BNM = _ipot(cost_BNM.detach(), pad_BNM, beta, iterations)
         return (cost_BNM * plan_BNM).sum(dim=(1, 2)), plan_BNM
+
+
+def _unit(states_BTE: Tensor, pad_BT: Tensor) -> Tensor:
+    """Return normalised states in float32, with zeros as padding, which may not have been finite."""
+    return F.normalize(states_BTE.float().masked_fill(pad_BT[:, :, None], 0.0), dim=-1, eps=_NORM_EPS)
 
 
 @torch.no_grad()

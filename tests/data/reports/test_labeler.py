@@ -101,6 +101,17 @@ from medvl.schema import FINDINGS
         ("Nodule seen on the frontal view, not identified on the lateral view.", {"Lung Lesion": 1}),
         ("CT showed complete resolution of the consolidation.", {"Consolidation": 0}),
         ("Imaging is suggested to confirm resolution of the opacities.", {"Lung Opacity": 1}),
+        ("There isn't an effusion.", {"Pleural Effusion": 0}),
+        ("Effusions aren\u2019t seen.", {"Pleural Effusion": 0}),
+        ("The effusion hasn't resolved.", {"Pleural Effusion": 1}),
+        ("Pneumonia can\u2019t be ruled out.", {"Pneumonia": -1}),
+        ("Effusion not visualised, edema not recognised.", {"Pleural Effusion": 0, "Edema": 0}),
+        ("There is nothing to suggest pneumonia.", {"Pneumonia": 0}),
+        ("Nothing but atelectasis.", {"Atelectasis": 1}),
+        ("No pleural effusion (or pneumothorax).", {"Pleural Effusion": 0, "Pneumothorax": 0}),
+        ("No pneumothorax (small effusion).", {"Pleural Effusion": 1, "Pneumothorax": 0}),
+        ("Unremarkable cardiomediastinal silhouette.", {"Cardiomegaly": 0, "Enlarged Cardiomediastinum": 0}),
+        ("Unremarkable heart and mediastinum.", {"Cardiomegaly": 0}),
     ],
 )  # fmt: skip
 def test_label_report_on_sentences(text: str, expected: dict[str, int]) -> None:

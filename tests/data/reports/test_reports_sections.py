@@ -292,8 +292,37 @@ def test_a_report_of_one_line_is_divided_at_its_headers():
     assert kept.findings == "Clear lungs as in the IMPRESSION: of before."
 
 
+@pytest.mark.parametrize(
+    ("line", "sections"),
+    [
+        ("FINDINGS AND IMPRESSION: Clear lungs.", {"impression": "Clear lungs."}),
+        (
+            "CLINICAL HISTORY: cough. FINDINGS: Clear lungs. IMPRESSION AND RECOMMENDATIONS: Normal.",
+            {"history": "cough.", "findings": "Clear lungs.", "impression": "Normal."},
+        ),
+        (
+            "EXAM: CHEST INDICATION AND HISTORY: cough FINDINGS/IMPRESSION: Normal",
+            {"examination": "CHEST", "history": "cough", "impression": "Normal"},
+        ),
+        ("HISTORY: cough. FINDINGS & IMPRESSION: Normal", {"history": "cough.", "impression": "Normal"}),
+    ],
+)
+def test_headers_of_several_words_are_not_divided(line, sections):
+    report = parse_report(line)
+    assert report.sections == sections
+    assert report.preamble is None
+
+
 def test_hostile_texts_parse_in_linear_time():
-    for text in (" " * 200_000, "_" * 200_000, "A" * 200_000, "A:" * 50_000, "\n" * 50_000, ". " * 50_000):
+    for text in (
+        " " * 200_000,
+        "_" * 200_000,
+        "A" * 200_000,
+        "A:" * 50_000,
+        "ABC AND " * 20_000,
+        "\n" * 50_000,
+        ". " * 50_000,
+    ):
         parse_report(text)
 
 

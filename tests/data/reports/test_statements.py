@@ -42,6 +42,8 @@ def rng() -> np.random.Generator:
         ("LLL opacity. Bibasilar atelectasis.", [
             "There is lung opacity of the left lower lung.", "There is atelectasis of the bilateral basal lung."]),
         ("Left base is clear, right effusion.", ["There is pleural effusion of the right side."]),
+        ("Small left effusion, no right effusion.", [
+            "There is pleural effusion of the left side.", "There is no pleural effusion of the right side."]),
         ("No edema. No edema.", ["There is no edema.", "There is no finding."]),
         ("A PICC is in place. No edema.", ["There is support device.", "There is no edema.", "There is no finding."]),
         ("CT of the chest.", []),

@@ -56,6 +56,13 @@ def test_kernel_distance_matches_a_naive_sum(monkeypatch):
     assert kernel_distance(x_ND, y_MD) == pytest.approx(within_x + within_y - 2 * across)
 
 
+@pytest.mark.parametrize("precision", [np.float32, np.float16])
+@pytest.mark.parametrize("distance", [frechet_distance, kernel_distance])
+def test_distances_are_computed_in_float64(distance, precision):
+    x_ND, y_MD = (normal(60, 7, seed, mean=100.0).astype(precision) for seed in (0, 1))
+    assert distance(x_ND, y_MD) == distance(x_ND.astype(np.float64), y_MD.astype(np.float64))
+
+
 def test_kernel_distance_is_unbiased_and_subsets_are_not_the_whole_set():
     rng = np.random.default_rng(0)
     draws = [kernel_distance(rng.normal(size=(12, 3)), rng.normal(size=(12, 3))) for _ in range(2000)]

@@ -143,6 +143,7 @@ def test_sides_are_those_of_the_patient(asked, ignorant, tmp_path):
         ("Left effusion. Small right effusion.", {}),
         ("Right lower lobe consolidation, left effusion.", {"Consolidation": "right", "Pleural Effusion": "left"}),
         ("No left effusion.", {}),
+        ("No left effusion, small right effusion.", {"Pleural Effusion": "right"}),
     ],
 )
 def test_sides_of_prompts(prompt, sides):

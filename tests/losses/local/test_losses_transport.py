@@ -79,13 +79,17 @@ def test_equal_words_and_patches_cost_nothing() -> None:
     torch.testing.assert_close(plan_BNM[0], torch.eye(4).flip(1) / 4, rtol=0, atol=1e-3)
 
 
-def test_padding_changes_nothing() -> None:
-    text_BME, image_BNE = samples()
-    distance_B, plan_BNM = aligned(text_BME, image_BNE)
-    for sizes, side in ((WORDS, text_BME), (PATCHES, image_BNE)):
-        side[padding(sizes)] = float("nan")
-    text_BME, image_BNE = (side.nan_to_num(7.0) for side in (text_BME, image_BNE))
-    torch.testing.assert_close(aligned(text_BME, image_BNE), (distance_B, plan_BNM), rtol=0, atol=0)
+@pytest.mark.parametrize("garbage", [7.0, torch.inf, torch.nan])
+def test_padding_changes_neither_values_nor_gradients(garbage: float) -> None:
+    results = []
+    for value in (0.0, garbage):
+        sides = samples()
+        for sizes, side in zip((WORDS, PATCHES), sides, strict=True):
+            side[padding(sizes)] = value
+            side.requires_grad_()
+        distance_B, plan_BNM = aligned(*sides)
+        results.append((distance_B, plan_BNM, *torch.autograd.grad(distance_B.sum(), sides)))
+    torch.testing.assert_close(results[1], results[0], rtol=0, atol=0)
 
 
 @pytest.mark.parametrize(("words", "patches"), [(0, 3), (3, 0), (0, 0)])
