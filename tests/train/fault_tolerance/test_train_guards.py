@@ -185,7 +185,9 @@ def test_resumed_fp16_run_continues_with_its_scale(stopped: int, device: torch.d
 
     def run(name: str, steps: int) -> dict[str, Any]:
         settings = {"epochs": None, "steps": steps, "precision": "fp16", "device": device.type, "deterministic": True}
-        result = train(Steep(), FakeLoader(16, 4), optim=fakes.optim(), config=fakes.config(tmp_path / name, **settings))
+        result = train(
+            Steep(), FakeLoader(16, 4), optim=fakes.optim(), config=fakes.config(tmp_path / name, **settings)
+        )
         state = json.loads((result.last / "train_state" / "state.json").read_text())
         return {name: state[name] for name in ("scaler", "overflows", "skipped")}
 
