@@ -25,7 +25,7 @@ from medvl.data.loading.profile import Stages, time_stages
 from medvl.data.loading.subset import no_text
 from medvl.data.privacy.deidentify import Deidentifier
 from medvl.data.shards.source import ShardSource
-from medvl.data.transforms.image import EvalTransform
+from medvl.data.transforms.image import ConVIRTAugmentation, EvalTransform
 from medvl.data.transforms.text import WholeText
 from medvl.errors import ConfigError, ImageError
 from medvl.schema import Batch, Losses
@@ -53,7 +53,7 @@ class Data:
     """What the doctor reads of a recipe's data."""
 
     workers: int = 0
-    image: EvalTransform = dataclasses.field(default_factory=EvalTransform)
+    image: EvalTransform | ConVIRTAugmentation = dataclasses.field(default_factory=EvalTransform)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -127,6 +127,17 @@ def test_advice_names_options(changes: dict[str, Any], train: dict[str, Any], wo
     assert len(told) == len(words)
     for line, word in zip(told, words, strict=True):
         assert word in line
+
+
+@pytest.mark.parametrize(("on_device", "memory_gb", "lines"), [(False, 141.0, 2), (True, 141.0, 1), (False, None, 1)])
+def test_advice_on_slow_augmentation(on_device: bool, memory_gb: float | None, lines: int, tmp_path: Path) -> None:
+    """The GPU can augment, where there is one that does not yet."""
+    slow = {**STARVED, "workers": 15, "stages": Stages(disk=0, decode=1e-3, augmentation=5e-3, text=1e-4)}
+    data = Data(image=ConVIRTAugmentation(on_device=on_device))
+    chosen = dataclasses.replace(settings(tmp_path), data=data)
+    told = [line for line in advice(found(**slow, memory_gb=memory_gb), chosen) if "--data.image" in line]
+    assert len(told) == lines
+    assert told[-1].startswith("a weaker --data.image")
 
 
 def test_table_lists_all_measurements(tmp_path: Path) -> None:
