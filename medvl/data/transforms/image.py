@@ -338,7 +338,10 @@ class ConVIRTAugmentation:
         flips = self.flip != "off"
 
         def apply(image: np.ndarray, rng: np.random.Generator) -> Transformed:
-            pipeline.set_random_seed(int(rng.integers(2**31)))
+            # Compose would seed all operations alike, so that bright images would be the blurred ones.
+            seeds = np.random.SeedSequence(int(rng.integers(2**31))).generate_state(len(pipeline.transforms))
+            for operation, seed in zip(pipeline.transforms, seeds.tolist(), strict=True):
+                operation.set_random_seed(seed)
             flipped = flips and bool(rng.random() < self.flip_rate)
             # Mirroring first is equivalent: the distributions of the other steps are symmetric.
             source = np.ascontiguousarray(image[:, ::-1]) if flipped else image
