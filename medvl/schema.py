@@ -199,6 +199,9 @@ class Batch:
     """uint8: another image of the same study (`Inputs.other_view`)."""
     has_other_view_B: Tensor | None = None
     """bool: False where a study has one image only and these pixels are a placeholder."""
+    augmentation_BVK: Tensor | None = None
+    """float32: parameters of the augmentation that is left to the device, for each image of each sample
+    (`medvl.data.transforms.device`); None: the images are augmented. With `image_of_B`, one row per image."""
 
     def __len__(self) -> int:
         return len(self.keys)

@@ -5,8 +5,9 @@
 
 The bare loop decodes and augments the same JPEGs from memory, which every loader must do. The loader also reads tars
 and JSON, samples a sentence, tokenises and collates, and with workers transfers batches. Without workers,
-CPU seconds are measured, alternating batch by batch over the same images so that other load affects both. With workers
-it is wall-clock time, and the bare loop runs in as many processes.
+CPU seconds are measured, alternating batch by batch over the same images so that other load affects both; the last line
+compares them with those of a loader that leaves the augmentation to the device, likewise. With workers it is wall-clock
+time, and the bare loop runs in as many processes.
 """
 
 import argparse
@@ -64,6 +65,13 @@ def main() -> None:
             if not workers:
                 for floor, rate in (alternate(source, loader, count) for _ in range(options.repeats)):
                     print(f" 0 workers: bare loop {floor:6.0f} a core, loader {rate:6.0f}, {rate / floor:.2f} of it")
+                for _ in range(options.repeats):
+                    loaders = [make_loader(source, tokenizer, options.batch, 0, on_device=on) for on in (False, True)]
+                    here, there = compare(loaders, count)
+                    print(
+                        f" 0 workers: {1000 * here:.3f} ms an image, {1000 * there:.3f} with augmentation on the "
+                        f"device, {there / here:.2f} of it"
+                    )
                 continue
             floor = rate = 0.0
             for _ in range(options.repeats):
@@ -81,12 +89,14 @@ def phantom_shards(folder: Path, patients: int) -> Path:
     return folder / "shards" / "train"
 
 
-def make_loader(source: ShardSource, tokenizer: Tokenizer, batch: int, workers: int) -> Loader:
+def make_loader(
+    source: ShardSource, tokenizer: Tokenizer, batch: int, workers: int, *, on_device: bool = False
+) -> Loader:
     """Return a training loader with ConVIRT's augmentation."""
     return open_loader(
         source,
         batch=batch,
-        image=ConVIRTAugmentation(),
+        image=ConVIRTAugmentation(on_device=on_device),
         text=RandomSentence(),
         tokenizer=tokenizer,
         train=True,
@@ -112,6 +122,19 @@ def alternate(source: ShardSource, loader: Loader, count: int) -> tuple[float, f
         previous = [positions[key] for key in batch.keys]
         done += len(previous)
     return done / floor, done / spent
+
+
+def compare(loaders: Sequence[Loader], count: int) -> list[float]:
+    """Return the CPU seconds per image of loaders without workers, in turns by batch, without their first batches."""
+    batches, spent, done = [iter(loader) for loader in loaders], [0.0] * len(loaders), 0
+    first = [next(each) for each in batches]
+    while done < min(count, loaders[0].global_batch * (len(loaders[0]) - 1)):
+        for number, each in enumerate(batches):
+            started = time.process_time()
+            next(each)
+            spent[number] += time.process_time() - started
+        done += len(first[0])
+    return [seconds / done for seconds in spent]
 
 
 def bare_seconds(source: ShardSource, positions: Sequence[int], clock: Callable[[], float]) -> float:

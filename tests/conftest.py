@@ -31,7 +31,14 @@ torch.set_num_threads(1)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Put the files with slow tests first: else one process runs the last of them while the others have ended."""
+    """Skip tests on a GPU where there is none, and put the files with slow tests first.
+
+    Otherwise one process would run the last of the slow tests while the others have ended.
+    """
+    if not torch.cuda.is_available():
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(pytest.mark.skip(reason="needs a GPU: torch.cuda.is_available() is False"))
     slow = {item.path for item in items if item.get_closest_marker("slow")}
     items.sort(key=lambda item: item.path not in slow)
 
@@ -40,6 +47,12 @@ def pytest_collection_finish() -> None:
     """Leave what the imports have made to no garbage collection: each would take half a second, or copy it in a fork."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest) -> torch.device:
+    """The CPU, then a GPU: a test with this fixture is two tests with one body."""
+    return torch.device(request.param, None if request.param == "cpu" else 0)
 
 
 @pytest.fixture(scope="session")

@@ -107,6 +107,7 @@ if TYPE_CHECKING:
         train_wordpiece as train_wordpiece,
         train_words as train_words,
     )
+    from medvl.data.transforms.device import augment_batch as augment_batch
     from medvl.data.transforms.image import (
         ConVIRTAugmentation as ConVIRTAugmentation,
         EvalTransform as EvalTransform,

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from medvl.encoders import create_text_encoder, freeze_layers
+from medvl.encoders.text import packing as packing_module
 from medvl.encoders.text.packing import ATTENTION, Packing, packed_attention
 from medvl.errors import ConfigError
 
@@ -37,11 +38,13 @@ def ids() -> Tensor:
     return torch.randint(5, 100, (4, 9), generator=torch.Generator().manual_seed(0))
 
 
-def run(encoder: Any, mask_BT: Tensor) -> tuple[Any, dict[str, Tensor | None]]:
-    """Return features, and the gradients of a sum with a random weight for every value."""
+def run(encoder: Any, mask_BT: Tensor, dtype: torch.dtype = torch.float32) -> tuple[Any, dict[str, Tensor | None]]:
+    """Return features, and the gradients of a sum with a random weight for every value; on the encoder's device."""
     encoder.zero_grad()
-    features = encoder(ids(), mask_BT)
-    weight_BTD = torch.randn(features.tokens_BTD.shape, generator=torch.Generator().manual_seed(2))
+    device = next(encoder.parameters()).device
+    with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
+        features = encoder(ids().to(device), mask_BT.to(device))
+    weight_BTD = torch.randn(features.tokens_BTD.shape, generator=torch.Generator().manual_seed(2)).to(device)
     ((features.tokens_BTD * weight_BTD).sum() + (features.pooled_BD * weight_BTD[:, 0]).sum()).backward()
     return features, {name: parameter.grad for name, parameter in encoder.named_parameters()}
 
@@ -63,6 +66,35 @@ def test_packed_values_and_gradients_equal_padded_ones(name: str, mask_BT: Tenso
         assert (gradient is None) == (padded_gradient is None), parameter
         if gradient is not None:
             torch.testing.assert_close(gradient, padded_gradient, rtol=1e-3, atol=1e-4, msg=parameter)
+
+
+@pytest.mark.fault("N6")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("mask_BT", MASKS.values(), ids=MASKS)
+def test_packed_texts_in_16_bits_are_as_near_to_float32_as_padded_ones(
+    mask_BT: Tensor, dtype: torch.dtype, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a GPU attention is the kernel for texts of unequal length. Distances are relative, over all values at once."""
+    calls, attend = [], packing_module._attend_varlen
+    monkeypatch.setattr(packing_module, "_attend_varlen", lambda *inputs: calls.append(1) or attend(*inputs))
+    encoder = encoder_of(layers=(0, -2, -1)).train().to(device)
+
+    def outcome(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        features, gradients = run(encoder, mask_BT, dtype)
+        values = torch.cat([features.tokens_BTD.flatten(), features.pooled_BD.flatten()]).float()
+        return values, torch.cat([each.flatten() for each in gradients.values() if each is not None])
+
+    exact, padded = outcome(torch.float32), outcome(dtype)
+    assert not calls
+    encoder.pack()
+    packed = outcome(dtype)
+    for theirs, ours, expected in zip(padded, packed, exact, strict=True):
+        assert ours.isfinite().all()
+        limit = {torch.bfloat16: 2e-2, torch.float16: 3e-3}[dtype] * expected.norm()
+        assert (theirs - expected).norm() <= limit
+        assert (ours - expected).norm() <= limit
+    has_kernel = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
+    assert len(calls) == (TINY_BERT["num_hidden_layers"] if has_kernel and mask_BT.any() else 0)
 
 
 @pytest.mark.fault("N6")

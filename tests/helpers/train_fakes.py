@@ -28,7 +28,13 @@ from medvl.train.parallel.model import DDPModel, ParallelModel
 
 train = _train.train
 
-ONE_RANK = RankInfo(rank=0, size=1, local_size=1, device=torch.device("cpu"))
+
+def one_rank(device: torch.device) -> RankInfo:
+    """Return the only rank of a run on a device."""
+    return RankInfo(rank=0, size=1, local_size=1, device=device)
+
+
+ONE_RANK = one_rank(torch.device("cpu"))
 SIZE = 6
 """Width and height of the images."""
 
@@ -61,7 +67,7 @@ class TwoTowers(nn.Module):
         text_BE = self.text(batch.ids_BT).mean(dim=1)
         image_NE, text_NE = gather(self.dropout(image_BE)), gather(self.dropout(text_BE))
         logits_NN = self.logit_scale * image_NE @ text_NE.T
-        target_N = torch.arange(len(logits_NN))
+        target_N = torch.arange(len(logits_NN), device=logits_NN.device)
         return Losses.sum(
             image_to_text=nn.functional.cross_entropy(logits_NN, target_N),
             text_to_image=nn.functional.cross_entropy(logits_NN.T, target_N),
@@ -179,8 +185,8 @@ def step_of(
     ranks: RankInfo = ONE_RANK,
     **options: Any,
 ) -> Step:
-    """Return the step of a model as training builds it."""
-    parallel = model if isinstance(model, ParallelModel) else DDPModel(model, ranks)
+    """Return the step of a model as training builds it; the model is moved to the device of its ranks."""
+    parallel = model if isinstance(model, ParallelModel) else DDPModel(model.to(ranks.device), ranks)
     config = config or optim()
     options = {
         "seed": 0,

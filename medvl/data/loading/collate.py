@@ -21,6 +21,7 @@ from medvl.data.reports.sentences import sentence_spans
 from medvl.data.shards.format import label_row
 from medvl.data.shards.regions import Regions
 from medvl.data.tokenizer.tokenizer import Tokenizer
+from medvl.data.transforms.device import stack_samples, stack_views
 from medvl.data.transforms.image import BuiltTransform, ImageTransform, ReadsTexts, Transformed
 from medvl.data.transforms.mirroring import mirror_labels, texts_and_names
 from medvl.data.transforms.statements import SamplePolicy, StatementPolicy, Statements
@@ -63,6 +64,8 @@ class Item:
     """Class of the position of each label's finding, where the system needs it."""
     statements: tuple[str, ...] = ()
     """All statements, where the system needs them."""
+    augmentation_VK: np.ndarray | None = None
+    """Parameters of the augmentation that is left to the device; None: the images are augmented."""
 
 
 class TargetMaker(Protocol):
@@ -128,6 +131,9 @@ class ItemMaker:
         if self.inputs.mirrored_text and getattr(image, "flip", "off") == "plain":
             message = "mirrored texts need images that agree with their text: use image.flip 'swap_text' or 'off'"
             raise ConfigError(message, "conflict", field="image.flip")
+        if targets is not None and getattr(image, "on_device", False):
+            message = "targets are made for the augmented image: leave image.on_device unset"
+            raise ConfigError(message, "conflict", field="image.on_device")
         # checked once: isinstance of a protocol takes as long as a tenth of the augmentation
         self._for_texts = image.for_texts if isinstance(image, ReadsTexts) else None
         self._of_sample = text.of_sample if isinstance(text, SamplePolicy) else None
@@ -173,8 +179,8 @@ class ItemMaker:
         """Return black images of the transform's size, for a sample without an image."""
         if self._blank is None:
             pixels = np.zeros((16, 16, 3) if color else (16, 16), np.uint8)
-            image_HWC = self._built()(pixels, sample_rng(self.seed, 0, "", "placeholder")).image_HWC
-            self._blank = Transformed(np.zeros_like(image_HWC))
+            drawn = self._built()(pixels, sample_rng(self.seed, 0, "", "placeholder"))
+            self._blank = Transformed(np.zeros_like(drawn.image_HWC), deferred_K=drawn.deferred_K)
         return Views(self._blank, self._blank if self.inputs.second_image else None, has_image=False)
 
     def region_views(self, regions: Regions | None) -> Views:
@@ -212,6 +218,7 @@ class ItemMaker:
             None if self.targets is None else self.targets(labelled, views.image),
             self._positions(sample, views) if self.inputs.positions else (),
             self._statements(sample, views, epoch) if self.inputs.statements else (),
+            stack_views(views.image, views.second, views.prior, views.other),
         )
 
     def _positions(self, sample: Sample, views: Views) -> tuple[int, ...]:
@@ -287,6 +294,7 @@ class Collate:
         image_row = {name: row for row, name in enumerate(images)}
         has_image = dict(zip(names, (item.has_image for item in kept), strict=True))
         regions = dict(zip(names, (item.regions for item in kept), strict=True))
+        parameters = dict(zip(names, (item.augmentation_VK for item in kept), strict=True))
         batch = Batch(
             keys=[item.key for item in kept],
             image_BCHW=stack(list(images.values())),
@@ -298,6 +306,7 @@ class Collate:
             studies=[item.study for item in kept],
             has_image_B=None if all(has_image.values()) else torch.tensor(list(has_image.values())),
             has_text_B=None if has_text_B.all() else has_text_B,
+            augmentation_BVK=stack_samples(list(parameters.values())),
         )
         if mirrored:
             batch.mirrored_ids_BT, batch.mirrored_mask_BT = ids_BT[rows:], mask_BT[rows:]

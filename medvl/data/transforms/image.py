@@ -17,6 +17,7 @@ from torch import Tensor
 
 from medvl.data.images.codecs import decode_image, encode_stored
 from medvl.data.reports.laterality import names_side
+from medvl.data.transforms.device import draw_parameters, kernel_radius
 from medvl.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -37,6 +38,8 @@ class Transformed:
     turn_22: np.ndarray | None = None
     """float32: rotation or reflection about the centre, from offsets (x, y) in this image to those in the image before
     it was turned; None: not turned, or not known."""
+    deferred_K: np.ndarray | None = None
+    """float32: parameters of the augmentation that is left to the device; None: the image is augmented."""
 
 
 class Box(NamedTuple):
@@ -269,6 +272,9 @@ class ConVIRTAugmentation:
     """Factors are drawn from 1 - value to 1 + value."""
     blur_sigma: tuple[float, float] = (0.1, 3.0)
     """Range in pixels of the output. The published range is for 224 pixels; scale it with the size."""
+    on_device: bool = False
+    """Leave all but crop and flip to the device of the training step, for less work in the loader's workers: the same
+    parameters, and images that differ by one grey level in a few pixels (`medvl.data.transforms.device`)."""
 
     @classmethod
     def weak(cls, size: int) -> Self:
@@ -295,6 +301,9 @@ class ConVIRTAugmentation:
         if not 0 <= self.flip_rate <= 1:
             message = f"flip_rate must be within [0, 1], got {self.flip_rate}"
             raise ConfigError(message, "out_of_range", field="flip_rate")
+        if self.on_device and kernel_radius(self.blur_sigma[1]) >= self.size:
+            message = f"with on_device, blur_sigma must be below {self.size / 3.5:.1f}, got {self.blur_sigma}"
+            raise ConfigError(message, "out_of_range", field="blur_sigma")
         check_flip(self.flip)
 
     def for_texts(self, texts: Iterable[str]) -> Self:
@@ -329,12 +338,20 @@ class ConVIRTAugmentation:
         flips = self.flip != "off"
 
         def apply(image: np.ndarray, rng: np.random.Generator) -> Transformed:
-            pipeline.set_random_seed(int(rng.integers(2**31)))
+            # Compose would seed all operations alike, so that bright images would be the blurred ones.
+            seeds = np.random.SeedSequence(int(rng.integers(2**31))).generate_state(len(pipeline.transforms))
+            for operation, seed in zip(pipeline.transforms, seeds.tolist(), strict=True):
+                operation.set_random_seed(seed)
             flipped = flips and bool(rng.random() < self.flip_rate)
             # Mirroring first is equivalent: the distributions of the other steps are symmetric.
             source = np.ascontiguousarray(image[:, ::-1]) if flipped else image
-            source = _to_square(source) if self.pad else source
-            return Transformed(_with_channels(pipeline(image=_with_channels(source))["image"]), flipped)
+            source = _with_channels(_to_square(source) if self.pad else source)
+            if not self.on_device:
+                return Transformed(_with_channels(pipeline(image=source)["image"]), flipped)
+            crop, *others = pipeline.transforms
+            image_HWC = _with_channels(crop(image=source)["image"])
+            deferred_K = draw_parameters(others, image_HWC, kernel_radius(self.blur_sigma[1]))
+            return Transformed(image_HWC, flipped, deferred_K=deferred_K)
 
         return apply
 

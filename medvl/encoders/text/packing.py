@@ -99,7 +99,7 @@ def packed_attention(
 
 
 def _has_varlen(query_Rhd: Tensor, dropout: float) -> bool:
-    if not query_Rhd.is_cuda or dropout or query_Rhd.dtype not in _VARLEN_DTYPES:
+    if not query_Rhd.is_cuda or dropout or query_Rhd.dtype not in _VARLEN_DTYPES or not len(query_Rhd):
         return False
     return query_Rhd.shape[2] % 8 == 0 and torch.cuda.get_device_capability(query_Rhd.device) >= _VARLEN_CAPABILITY
 

@@ -105,6 +105,8 @@ def _faster_loader(exam: Examination, data: Any, part: Limit) -> Iterator[str]:
         size = getattr(getattr(data, "image", None), "size", None)
         yield f"smaller stored images: medvl shards --short-side, for training at {size} pixels"
     elif part == "augmentation":
+        if exam.memory_gb is not None and getattr(getattr(data, "image", None), "on_device", True) is False:
+            yield "--data.image.on-device True: all of it but the crop on the GPU"
         yield "a weaker --data.image: blur and affine cost the most"
     elif part == "text":
         yield "shorter texts, or a text policy that takes one section"

@@ -1,19 +1,20 @@
-"""Transfer of batches to the device, the next one while the device computes."""
+"""Transfer of batches to the device, the next one while the device computes; and augmentation that is left to it."""
 
 import dataclasses
 
 import torch
 from torch import Tensor
 
+from medvl.data.transforms.device import augment_batch
 from medvl.schema import Batch
 
 
 def place(batch: Batch, device: torch.device, channels_last: bool) -> Batch:
-    """Copy a batch to the device, its images in the model's memory format.
+    """Copy a batch to the device, and augment its images there where that is left to it; in the model's memory format.
 
     A batch that is in place is returned as it is, and copies from page-locked memory do not block.
     """
-    batch = batch.to(device, non_blocking=True)
+    batch = augment_batch(batch.to(device, non_blocking=True))
     if channels_last:
         image_BCHW = batch.image_BCHW.contiguous(memory_format=torch.channels_last)
         batch = dataclasses.replace(batch, image_BCHW=image_BCHW)

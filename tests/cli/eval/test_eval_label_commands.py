@@ -1,5 +1,6 @@
 """`medvl eval probe`, `classify`, `class-retrieval` and `make-retrieval-list`, on shards and checkpoints on disk."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -70,6 +71,26 @@ def test_probe_and_random_baseline_share_run_and_feature_cache(home: Path, capsy
     cli.main(["eval", "probe", "--encoder", "resnet_tiny", "--image-size", "32", *splits(home), *COMMON,
               "--fractions", "1.0", "--out", str(home / "named")])  # fmt: skip
     assert "resnet_tiny, random weights" in (home / "named" / "index.html").read_text()
+
+
+def test_zero_shot_on_a_device_equals_the_cpu(home: Path, device: torch.device, tmp_path: Path) -> None:
+    """Scores within two thousandths: on a GPU convolutions are in TF32 by default."""
+    where = ["--checkpoint", str(home / "run/best"), "--data", str(home / "shards/test")]
+    folders = tmp_path / "ours", tmp_path / "theirs"
+    for folder, name in zip(folders, (device.type, "cpu"), strict=True):
+        cli.main(["eval", "zero-shot", *where, *COMMON, "--device", name, "--out", str(folder)])
+    ours, theirs = (
+        [json.loads(line) for line in (folder / "predictions.jsonl").read_text().splitlines()] for folder in folders
+    )
+    assert len(theirs) == 14
+    for mine, other in zip(ours, theirs, strict=True):
+        assert mine["key"] == other["key"]
+        assert mine["scores"] == pytest.approx(other["scores"], abs=2e-3)
+    spread = max(row["scores"]["Edema"] for row in theirs) - min(row["scores"]["Edema"] for row in theirs)
+    assert spread > 0.02
+    for mine, other in zip(*(read_results(folder).rows for folder in folders), strict=True):
+        assert mine.name == other.name
+        assert mine.value == pytest.approx(other.value, abs=0.1, nan_ok=True)
 
 
 def test_probe_needs_exactly_one_of_checkpoint_and_encoder(home: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -137,11 +137,11 @@ def test_flip_off_never_flips() -> None:
 
 
 def test_brightness_is_within_the_published_factors() -> None:
-    """On a constant image, contrast has no effect and brightness scales the value by 0.6 to 1.4."""
+    """On a constant image, contrast has no effect and brightness scales the value by 0.6 to 1.4, rounded down twice."""
     image = np.full((100, 100), 100, np.uint8)
     apply = ConVIRTAugmentation(size=64, translation=0, rotation=0, scale=(1, 1)).build()
     values = [int(apply(image, rng(seed)).image_HWC[32, 32, 0]) for seed in range(300)]
-    assert 60 <= min(values) < 65
+    assert 59 <= min(values) < 65
     assert 135 < max(values) <= 140
 
 

@@ -7,11 +7,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers.loss_checks import check_precision, check_zero_with_gradient, compare
+from helpers.train_fakes import one_rank
 from torch import Tensor
 
 from medvl import losses
 from medvl.losses.local import gloria
 from medvl.losses.local.gloria import WordPool, gloria_attention, gloria_contrast, gloria_similarity
+from medvl.train.parallel.distributed import machine_settings
 
 LENGTHS = [3, 7, 1, 5, 7, 2]
 """Words of the texts: unequal numbers, two equal texts."""
@@ -97,6 +99,28 @@ def test_gloria_local_equals_the_paper(regions: int) -> None:
         lambda region, word: naive_contrast(naive_similarities(region, word, LENGTHS)),
         [regions_BPE, words_BWE],
     )
+
+
+@pytest.mark.fault("N4")
+@pytest.mark.parametrize("regions", [9, 24], ids=["by gram", "by context"])
+@pytest.mark.parametrize("again", [False, True], ids=["kept", "again"])
+@pytest.mark.parametrize(("precision", "near"), [("fp32", 1e-5), ("bf16", 5e-3)])
+def test_gloria_local_equals_the_paper_on_a_device(
+    regions: int, again: bool, precision: str, near: float, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a run in 16 bits as well, which multiplies float32 in TF32 on a GPU. Relative distances of all values."""
+    if again:
+        monkeypatch.setattr(gloria, "_KEPT_BYTES", 0)
+    inputs = pairs(LENGTHS, regions)
+    leaves = [tensor.double().requires_grad_() for tensor in inputs[:2]]
+    value = naive_contrast(naive_similarities(*leaves, LENGTHS))
+    expected = [value.detach(), *torch.autograd.grad(value, leaves)]
+    ranks = one_rank(device)
+    with machine_settings(ranks, 1, False, precision), torch.autocast(device.type, torch.bfloat16, precision == "bf16"):
+        placed = tuple(tensor.to(device) for tensor in inputs)
+        for chunk in (None, 4):
+            for ours, exact in zip(with_gradients(placed, chunk=chunk), expected, strict=True):
+                assert (ours.cpu() - exact).norm() < near * exact.norm()
 
 
 @pytest.mark.fault("N1")

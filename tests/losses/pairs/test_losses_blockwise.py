@@ -3,11 +3,13 @@
 import functools
 import math
 from collections.abc import Callable, Sequence
+from typing import Literal
 
 import pytest
 import torch
 import torch.nn.functional as F
 from helpers.loss_checks import compare
+from helpers.train_fakes import one_rank
 from torch import Tensor
 
 from medvl import losses
@@ -15,6 +17,7 @@ from medvl.losses.pairs import blockwise
 from medvl.losses.pairs.blockwise import info_nce, pairwise_sigmoid
 from medvl.losses.pairs.positives import same_pairs, text_ids
 from medvl.losses.precision import product_dtype
+from medvl.train.parallel.distributed import machine_settings
 
 STUDIES = torch.tensor([3, 1, 3, 2, 5, 3, 4, 1, 9])
 TEXTS = torch.tensor([0, 1, 2, 3, 4, 5, 1, 6, 7])
@@ -270,6 +273,49 @@ def test_passes_over_a_block_can_be_compiled(name: str, monkeypatch: pytest.Monk
     monkeypatch.setattr(blockwise, "_fused_if_possible", lambda function, tensor: compiled(function))
     for mine, expected in zip(outcome(), plain, strict=True):
         torch.testing.assert_close(mine, expected)
+
+
+FORMATS: dict[str, tuple[Literal["fp32", "bf16"], torch.dtype, float]] = {
+    "fp32": ("fp32", torch.float32, 2e-5),
+    "tf32": ("bf16", torch.float32, 2e-3),
+    "bf16": ("bf16", torch.bfloat16, 1.5e-2),
+    "fp16": ("bf16", torch.float16, 2e-3),
+}
+"""Precision of a run, dtype of the products, and the tolerated relative difference of values and gradients."""
+
+
+@pytest.mark.fault("N3")
+@pytest.mark.parametrize(("precision", "products", "apart"), FORMATS.values(), ids=FORMATS)
+@pytest.mark.parametrize("in_groups", [False, True])
+def test_blocks_equal_the_plain_form_in_double_precision(
+    in_groups: bool,
+    precision: Literal["fp32", "bf16"],
+    products: torch.dtype,
+    apart: float,
+    device: torch.device,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """On a GPU the passes over a block are compiled, and runs in 16 bits multiply float32 in TF32."""
+    compiled, fused = set(), blockwise._fused
+    monkeypatch.setattr(blockwise, "_fused", lambda function: compiled.add(function.__name__) or fused(function))
+    image_BE, groups = 20 * units(700, 0, 64), (torch.arange(700) // 2, torch.arange(700) % 600) if in_groups else ()
+    text_BE = F.normalize(image_BE / 20 + 1.5 * units(700, 1, 64), dim=1)
+
+    def outcome(loss: Callable[..., Tensor], parameter: float, sides: list[Tensor], rows: int) -> list[Tensor]:
+        leaves = [side.detach().requires_grad_() for side in sides]
+        positives = tuple(group_B.to(sides[0].device) for group_B in groups)
+        value = loss(*leaves, parameter, positives, block_rows=rows, products=products)
+        return [value.detach(), *torch.autograd.grad(value, leaves)]
+
+    for loss, parameter in ((info_nce, 0.75), (pairwise_sigmoid, -8.0)):
+        expected = outcome(loss, parameter, [image_BE.double(), text_BE.double()], 700)
+        with machine_settings(one_rank(device), 1, False, precision):
+            found = outcome(loss, parameter, [image_BE.to(device), text_BE.to(device)], 256)
+        for mine, exact in zip(found, expected, strict=True):
+            assert mine.dtype == torch.float32
+            assert (mine.cpu() - exact).norm() < apart * exact.norm()
+    is_fused = device.type == "cuda" and blockwise._can_fuse()
+    assert compiled == ({"_gather_columns", "_softmaxes"} if is_fused else set())
 
 
 def test_the_products_of_a_loss_are_float32_on_a_cpu() -> None:

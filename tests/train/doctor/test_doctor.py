@@ -5,7 +5,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -25,21 +25,27 @@ from medvl.data.loading.profile import Stages, time_stages
 from medvl.data.loading.subset import no_text
 from medvl.data.privacy.deidentify import Deidentifier
 from medvl.data.shards.source import ShardSource
-from medvl.data.transforms.image import EvalTransform
+from medvl.data.transforms.image import ConVIRTAugmentation, EvalTransform
 from medvl.data.transforms.text import WholeText
 from medvl.errors import ConfigError, ImageError
 from medvl.schema import Batch, Losses
 from medvl.train.config import OptimConfig, TrainConfig
 from medvl.train.doctor.diagnosis import advice, describe, limit
 from medvl.train.doctor.examine import Examination, examine
-from medvl.train.doctor.timers import first_rows, flops_per_sample, matmul_flops, seconds_each
+from medvl.train.doctor.timers import (
+    first_rows,
+    flops_per_sample,
+    matmul_flops,
+    peak_memory,
+    seconds_each,
+    seconds_of,
+)
 from medvl.train.fault_tolerance import checkpoint
 from medvl.train.optim.precision import Precision
 from medvl.train.run import Run
 from medvl.train.tasks.pretraining import DataLoaders
 
 CPU = torch.device("cpu")
-FP32 = Precision("fp32", CPU)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -47,7 +53,7 @@ class Data:
     """What the doctor reads of a recipe's data."""
 
     workers: int = 0
-    image: EvalTransform = dataclasses.field(default_factory=EvalTransform)
+    image: EvalTransform | ConVIRTAugmentation = dataclasses.field(default_factory=EvalTransform)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -123,6 +129,17 @@ def test_advice_names_options(changes: dict[str, Any], train: dict[str, Any], wo
         assert word in line
 
 
+@pytest.mark.parametrize(("on_device", "memory_gb", "lines"), [(False, 141.0, 2), (True, 141.0, 1), (False, None, 1)])
+def test_advice_on_slow_augmentation(on_device: bool, memory_gb: float | None, lines: int, tmp_path: Path) -> None:
+    """The GPU can augment, where there is one that does not yet."""
+    slow = {**STARVED, "workers": 15, "stages": Stages(disk=0, decode=1e-3, augmentation=5e-3, text=1e-4)}
+    data = Data(image=ConVIRTAugmentation(on_device=on_device))
+    chosen = dataclasses.replace(settings(tmp_path), data=data)
+    told = [line for line in advice(found(**slow, memory_gb=memory_gb), chosen) if "--data.image" in line]
+    assert len(told) == lines
+    assert told[-1].startswith("a weaker --data.image")
+
+
 def test_table_lists_all_measurements(tmp_path: Path) -> None:
     text = describe(found(), settings(tmp_path, precision="bf16", channels_last=True, compile=True))
     for value in ("2700.0 pairs/s", "5000.0 images/s", "2600.0 pairs/s, 0.96 of the slower", "1.0% of the time",
@@ -147,11 +164,12 @@ class Products(nn.Module):
         return Losses.sum(both=self.linear(image_BD).sum() + attended.sum())
 
 
-def test_flops_equal_the_formula() -> None:
+def test_flops_equal_the_formula(device: torch.device) -> None:
     """A product counts 2 n m k; its backward pass twice that, or once where its input wants no gradient."""
-    model = Products()
+    model = Products().to(device)
     linear, attention = 2 * 36 * 5, 2 * (2 * 7 * 7 * 4)
-    counted = flops_per_sample(model, fakes.make_batch(list(range(20))), FP32)
+    batch = fakes.make_batch(list(range(20))).to(device)
+    counted = flops_per_sample(model, batch, Precision("fp32", device))
     assert counted == linear * 2 + attention * 3
     assert all(parameter.grad is None for parameter in model.parameters())
 
@@ -176,7 +194,46 @@ def test_timers_count_calls_and_seconds() -> None:
     assert seconds_each(nap, CPU, 0.05) >= 0.01
     assert set(calls.values()) == {1}
     assert len(calls) >= 3
-    assert 1e8 < matmul_flops(CPU, FP32, 0.0) < 1e14
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_products_run_at_a_plausible_rate(precision: Literal["fp32", "bf16"], device: torch.device) -> None:
+    """A rate that was measured without waiting for the device would be far above the bound."""
+    assert 1e8 < matmul_flops(device, Precision(precision, device), 0.0) < 5e15
+
+
+def test_seconds_include_the_work_of_the_device(device: torch.device) -> None:
+    """On a GPU, of CUDA's own events; the time until all products are queued would be a hundredth of theirs."""
+    size = 4096 if device.type == "cuda" else 256
+    left, out = torch.randn(size, size, device=device), torch.empty(size, size, device=device)
+
+    def work(number: int = 0) -> None:
+        for _ in range(20):
+            torch.mm(left, left, out=out)
+
+    def expected() -> float:
+        if device.type == "cpu":
+            started = time.perf_counter()
+            work()
+            return time.perf_counter() - started
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        work()
+        end.record()
+        end.synchronize()
+        return start.elapsed_time(end) / 1000
+
+    work()
+    least = 0.1 * min(expected() for _ in range(3))
+    assert seconds_of(work, device) > least
+    assert seconds_each(work, device, 0.0) > least
+
+
+def test_peak_memory_counts_a_tensor_on_the_device(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    held = torch.ones(2**24, device=device)
+    assert peak_memory(device) >= held.numel() * held.element_size()
 
 
 @pytest.fixture(scope="module")
@@ -231,24 +288,31 @@ def test_stage_timing_skips_unreadable_samples(loader: Loader, monkeypatch: pyte
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])
-def test_examination_leaves_the_run_unchanged(tmp_path: Path, accumulate: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_examination_leaves_the_run_unchanged(
+    accumulate: int, device: torch.device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a GPU the device's name, its memory and its peak are measured as well."""
     monkeypatch.setattr(checkpoint, "model_files", fakes.FakeModelFiles)
     model = fakes.TwoTowers()
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     generators = torch.get_rng_state()
-    chosen = settings(tmp_path / "runs" / "mine", global_batch=4 * accumulate, accumulate=accumulate)
+    changes = {"global_batch": 4 * accumulate, "accumulate": accumulate, "device": device.type}
+    chosen = settings(tmp_path / "runs" / "mine", **changes)
     run = Run(recipe="fake", settings=chosen, model=model, data=DataLoaders(fakes.FakeLoader(20, 4), None, None, {}))
     found = examine(run, seconds=0.05)
     assert list(tmp_path.iterdir()) == []
-    assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
+    assert all(torch.equal(before[name], tensor.cpu()) for name, tensor in model.state_dict().items())
     assert torch.equal(torch.get_rng_state(), generators)
-    assert (found.device, found.pairs, found.workers, found.real_tokens) == ("CPU", 4 * accumulate, 0, 1.0)
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+    assert (found.device, found.pairs, found.workers, found.real_tokens) == (name, 4 * accumulate, 0, 1.0)
     assert found.parameters == sum(parameter.numel() for parameter in model.parameters())
     for name in ("model_rate", "loader_rate", "rate", "first_batch_seconds", "first_step_seconds",
                  "checkpoint_seconds", "peak_gb", "mfu", "efficiency"):  # fmt: skip
         assert getattr(found, name) > 0, name
     assert 0 <= found.wait_share < 1
-    assert (found.memory_gb, found.stages) == (None, None)
+    assert found.stages is None
+    assert (found.memory_gb is None) == (device.type == "cpu")
+    assert found.memory_gb is None or found.peak_gb < found.memory_gb < 1000
 
 
 def test_doctor_refuses_several_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

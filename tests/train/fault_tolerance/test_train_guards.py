@@ -156,25 +156,45 @@ def test_budget_counts_across_interruptions(tmp_path: Path) -> None:
         run(3)
 
 
-def test_fp16_scale_search_does_not_use_the_budget(tmp_path: Path) -> None:
+class Steep(TwoTowers):
+    """Its gradient overflows in 16 bits at the scale that a run starts with."""
+
+    def forward(self, batch: Batch) -> Losses:
+        losses = super().forward(batch)
+        return Losses(total=_Steep.apply(losses.total), terms=losses.terms)
+
+
+def test_fp16_scale_search_does_not_use_the_budget(device: torch.device, tmp_path: Path) -> None:
     """At the scale it starts with, this loss overflows in 16 bits: that is the search, not the data."""
-
-    class Large(TwoTowers):
-        def forward(self, batch: Batch) -> Losses:
-            losses = super().forward(batch)
-            return Losses(total=_Steep.apply(losses.total), terms=losses.terms)
-
     result = train(
-        Large(),
+        Steep(),
         FakeLoader(16, 4),
         optim=fakes.optim(clip_norm=1.0),
-        config=fakes.config(tmp_path, precision="fp16", nonfinite_budget=0),
+        config=fakes.config(tmp_path, precision="fp16", nonfinite_budget=0, device=device.type),
     )
     state = json.loads((result.last / "train_state" / "state.json").read_text())
     assert result.skipped == 0
     assert state["overflows"] == 4
     assert state["scaler"]["scale"] == 65536 / 2**4
     assert "overflows" in records(tmp_path, "train")[-1]
+
+
+@pytest.mark.parametrize("stopped", [2, 6])
+def test_resumed_fp16_run_continues_with_its_scale(stopped: int, device: torch.device, tmp_path: Path) -> None:
+    """Stopped in the middle of the search, and after it: the same overflows, scale and weights as without a stop."""
+
+    def run(name: str, steps: int) -> dict[str, Any]:
+        settings = {"epochs": None, "steps": steps, "precision": "fp16", "device": device.type, "deterministic": True}
+        result = train(
+            Steep(), FakeLoader(16, 4), optim=fakes.optim(), config=fakes.config(tmp_path / name, **settings)
+        )
+        state = json.loads((result.last / "train_state" / "state.json").read_text())
+        return {name: state[name] for name in ("scaler", "overflows", "skipped")}
+
+    whole = run("whole", 8)
+    assert run("cut", stopped)["scaler"]["scale"] == 65536 / 2 ** min(stopped, 4)
+    assert run("cut", 8) == whole == {"scaler": whole["scaler"], "overflows": 4, "skipped": 0}
+    assert fakes.weights_hash(tmp_path / "cut") == fakes.weights_hash(tmp_path / "whole")
 
 
 def test_fp16_training_continues_after_a_spike() -> None:

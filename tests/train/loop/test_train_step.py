@@ -119,9 +119,9 @@ def test_seeded_gives_equal_models_and_restores_the_generator() -> None:
 
 @pytest.mark.fault("N4")
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
-def test_16_bit_autocast_stays_near_32_bits_and_keeps_float32_weights(precision: str) -> None:
-    full, half = Regression(), Regression()
-    in_full, in_half = step_of(full, fakes.optim()), step_of(half, fakes.optim(), precision)
+def test_16_bit_autocast_stays_near_32_bits_and_keeps_float32_weights(precision: str, device: torch.device) -> None:
+    full, half, ranks = Regression(), Regression(), fakes.one_rank(device)
+    in_full, in_half = step_of(full, fakes.optim(), ranks=ranks), step_of(half, fakes.optim(), precision, ranks)
     for number in range(5):
         in_full(number, 0.01, [make_batch([number, 5])], 1)
         tries = [in_half(number, 0.01, [make_batch([number, 5])], 1)]

@@ -1,9 +1,10 @@
 """Prefetching: the same batches in the same order, and a position that ignores the prefetched batch.
 
-On a CPU the side stream is no stream, so this is the logic of being ahead. That copies overlap with computation, and
-that the two streams wait for each other, only a GPU can show.
+On a CPU the side stream is no stream, so there this is the logic of being ahead. That copies are complete when the
+compute stream reads them, only a GPU can show.
 """
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +25,8 @@ CPU = torch.device("cpu")
 class Watched(SideStream):
     """Notes what is sent and what is received."""
 
-    def __init__(self) -> None:
-        super().__init__(CPU, channels_last=False)
+    def __init__(self, device: torch.device = CPU) -> None:
+        super().__init__(device, channels_last=False)
         self.seen: list[tuple[str, str]] = []
 
     def send(self, batch: Batch) -> Batch:
@@ -82,26 +83,30 @@ def test_resumed_stream_continues_after_the_last_batch_taken(taken: int) -> None
     assert steps_of(BatchStream(loader, 1, Watched()), range(taken, 10)) == whole[taken:]
 
 
-def test_run_with_prefetching_equals_run_without(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_run_with_prefetching_equals_run_without(
+    device: torch.device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Interrupted in the middle of an epoch, too, with a batch on its way."""
     monkeypatch.setattr(checkpoint, "model_files", fakes.FakeModelFiles)
 
     def run(name: str, **settings: Any) -> None:
-        settings = {"epochs": None, "checkpoint_every": 1, "keep_last": 20, **settings}
-        config = fakes.config(tmp_path / name, **settings)
+        settings = {"epochs": None, "checkpoint_every": 1, "keep_last": 20, "deterministic": True, **settings}
+        config = fakes.config(tmp_path / name, device=device.type, **settings)
         fakes.train(fakes.TwoTowers(), fakes.FakeLoader(20, 4), optim=fakes.optim(), config=config)
 
+    monkeypatch.setattr(trainer, "side_stream", lambda device, channels_last: None)
     run("plain", steps=8)
     made: list[Watched] = []
 
     def watched(device: torch.device, channels_last: bool) -> Watched:
-        made.append(Watched())
+        made.append(Watched(device))
         return made[-1]
 
     monkeypatch.setattr(trainer, "side_stream", watched)
     run("ahead", steps=3)
     run("ahead", steps=8)
     assert [len(side.seen) for side in made] == [5, 7]  # three sent and two received; then in two epochs
+    assert fakes.records(tmp_path / "ahead") == fakes.records(tmp_path / "plain")
     assert fakes.weights_hash(tmp_path / "ahead") == fakes.weights_hash(tmp_path / "plain")
     for step in range(9):
         states = [
@@ -125,19 +130,36 @@ def test_cpu_has_no_side_stream() -> None:
     assert side_stream(CPU, channels_last=False) is None
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_batch_copied_to_a_busy_gpu_is_complete() -> None:
-    device = torch.device("cuda")
-    side, busy = SideStream(device, channels_last=True), torch.randn(4096, 4096, device=device)
-    sums: list[Tensor] = []
-    expected = []
-    for number in range(8):
-        batch = fakes.make_batch([number] * 64).pin_memory()
-        expected.append(int(batch.image_BCHW.sum()))
-        for _ in range(20):
-            busy = (busy @ busy).clamp(-1, 1)
-        sent = side.send(batch)
-        del batch
-        sums.append(side.receive(sent).image_BCHW.sum())
-        del sent
-    assert [int(total) for total in sums] == expected
+class Pinned(fakes.FakeLoader):
+    """Batches in page-locked memory where there is a GPU, so that copies do not block the host."""
+
+    def __iter__(self) -> Iterator[Batch]:
+        for batch in super().__iter__():
+            yield batch.pin_memory() if torch.cuda.is_available() else batch
+
+
+class Late(SideStream):
+    """Its copies begin about ten milliseconds late, so that who does not wait for them reads other bytes."""
+
+    def send(self, batch: Batch) -> Batch:
+        if self._stream is not None:
+            with torch.cuda.stream(self._stream):
+                torch.cuda._sleep(20_000_000)
+        return super().send(batch)
+
+
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_prefetched_batches_are_complete_on_a_busy_device(accumulate: int, device: torch.device) -> None:
+    """Each batch is summed at once, and again behind long products, when the host has long let go of it."""
+    expected = [(int(batch.image_BCHW.sum()), int(batch.ids_BT.sum())) for batch in fakes.FakeLoader(4096, 512)]
+    size = 4096 if device.type == "cuda" else 64
+    busy, sums = torch.randn(size, size, device=device), list[tuple[Tensor, Tensor]]()
+    stream = BatchStream(Pinned(4096, 512), accumulate, Late(device, channels_last=True))
+    for step in range(stream.steps_per_epoch):
+        for batch in stream.take(step):
+            assert batch.image_BCHW.device.type == device.type
+            sums.append((batch.image_BCHW.sum(), batch.ids_BT.sum()))
+            for _ in range(20):
+                busy = (busy @ busy).clamp(-1, 1)
+            sums.append((batch.image_BCHW.sum(), batch.ids_BT.sum()))
+    assert [(int(images), int(ids)) for images, ids in sums] == [each for each in expected for _ in range(2)]
