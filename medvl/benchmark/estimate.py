@@ -13,7 +13,7 @@ from medvl.benchmark.execute import settings_of
 from medvl.benchmark.plan import Plan
 from medvl.benchmark.run import Run
 from medvl.benchmark.settings import find_references
-from medvl.benchmark.store import COST, Store
+from medvl.benchmark.store import COST, Cost, Store
 from medvl.benchmark.systems import recipe_module
 from medvl.common.files import write_atomic
 
@@ -98,9 +98,9 @@ def _alike(run: Run) -> tuple[Any, ...]:
     return run.name, run.corpus.name, run.start, train["steps"], train["epochs"], train["global_batch"], run.share
 
 
-def _of_cost(cost: Mapping[str, Any], source: str) -> Estimate:
-    seconds = cost["train_seconds"] or cost["wall_seconds"]
-    return {"hours": seconds / 3600, "memory_gb": cost["peak_memory_gb"], "source": source}
+def _of_cost(cost: Cost, source: str) -> Estimate:
+    seconds = cost.train_seconds or cost.wall_seconds
+    return {"hours": seconds / 3600, "memory_gb": cost.peak_memory_gb, "source": source}
 
 
 def _examine(run: Run, store: Store, seconds: float) -> Estimate:

@@ -16,7 +16,7 @@ from typing import Any
 from medvl.benchmark.resamples import write_resamples
 from medvl.benchmark.run import Run
 from medvl.benchmark.settings import RUN, with_settings
-from medvl.benchmark.store import COST, FAILURE, REFUSAL, SECONDS, Store, Weights, is_evaluated, read_run
+from medvl.benchmark.store import COST, FAILURE, REFUSAL, SECONDS, Store, Weights, is_evaluated, read_records, read_run
 from medvl.benchmark.systems import Entry, recipe_module
 from medvl.benchmark.tasks import TASKS, Trained, run_command
 from medvl.common.files import write_atomic
@@ -131,7 +131,7 @@ def _measured(run_dir: Path) -> dict[str, Any]:
     """Return speed, memory and device of a finished training, from its records."""
     import torch
 
-    records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    records = read_records(run_dir)
     timings = [record["timing"] for record in records if record["kind"] == "train"]
     rates = [timing["pairs_per_second"] for timing in timings]
     seconds = [timing["seconds_per_step"] for timing in timings if "seconds_per_step" in timing]

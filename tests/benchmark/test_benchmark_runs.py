@@ -135,7 +135,7 @@ def test_a_killed_benchmark_goes_on_and_failures_are_shown(benchmark: tuple[Plan
     assert {line["system"] for line in results} == {"convirt", "outside"}
     cost = store.cost(plan.runs[0])
     assert cost is not None
-    assert (cost["steps"], cost["device"], cost["terms"]) == (2, "CPU", ["contrastive"])
+    assert (cost.steps, cost.device, cost.terms) == (2, "CPU", ("contrastive",))
 
 
 @pytest.mark.slow

@@ -1,13 +1,12 @@
 """Plots of a benchmark: losses of the trainings, metrics by share of pairs and labels, and quality beside cost."""
 
-import json
 import statistics
 from collections.abc import Sequence
 
 from medvl.benchmark.pages.rows import Measurements, SystemRow
 from medvl.benchmark.pages.tables import FAMILIES, group_name, measured_cell, titled
 from medvl.benchmark.run import Run
-from medvl.benchmark.store import Store
+from medvl.benchmark.store import Store, read_records
 from medvl.eval.html.page import Picture, Pictures, Section, Strip, plot_picture, slug
 from medvl.eval.html.plots import Plot, labelled_points, line_plot
 from medvl.eval.html.tables import Cell, Table
@@ -92,7 +91,7 @@ def cost_section(found: Measurements, group: tuple[str, str], rows: Sequence[Sys
     for title in found.columns:
         points = {}
         for row in rows:
-            minutes = [cost["train_seconds"] / 60 for cost in row.costs if cost.get("train_seconds")]
+            minutes = [cost.train_seconds / 60 for cost in row.costs if cost.train_seconds]
             if row.weights == "trained" and title in row.metrics and minutes:
                 points[row.name] = (statistics.mean(minutes), row.metrics[title].value)
         if len(points) > 1:
@@ -106,11 +105,8 @@ def _picture(plot: Plot, alternative: str) -> Picture:
 
 
 def _losses(store: Store, run: Run) -> tuple[list[float], list[float]] | None:
-    path = store.folder(run) / "run" / "metrics.jsonl"
-    if not path.is_file():
-        return None
-    records = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-    points = [(record["step"], record["loss"]) for record in records if record["kind"] == "train"]
-    if not points or not points[0][1]:
+    records = read_records(store.folder(run) / "run")
+    points = [(record["step"], record["loss"]) for record in records if record["kind"] == "train" and record["loss"]]
+    if not points:
         return None
     return [step for step, _ in points], [loss / points[0][1] for _, loss in points]

@@ -153,12 +153,12 @@ def cost_cells(row: SystemRow) -> list[str]:
     """Return device, parameters, steps, minutes, memory and speed of a row's runs, as means over its seeds."""
 
     def mean(name: str, scale: float, digits: int) -> str:
-        values = [cost[name] for cost in row.costs if cost.get(name) is not None]
+        values = [value for cost in row.costs if (value := getattr(cost, name)) is not None]
         return f"{statistics.mean(values) / scale:.{digits}f}" if values else _DASH
 
-    cpu = [cost["cpu_seconds"] / 60 for cost in row.costs if not cost["resumed"]]
+    cpu = [cost.cpu_seconds / 60 for cost in row.costs if not cost.resumed]
     return [
-        ", ".join(dict.fromkeys(cost["device"] for cost in row.costs)),
+        ", ".join(dict.fromkeys(cost.device for cost in row.costs)),
         *(mean("parameters", 1e6, 1), mean("steps", 1, 0), mean("train_seconds", 60, 1)),
         f"{statistics.mean(cpu):.1f}" if cpu else _DASH,
         *(mean("peak_memory_gb", 1, 2), mean("pairs_per_second", 1, 0), f"{row.evaluation_seconds / 60:.1f}"),
@@ -227,7 +227,7 @@ def _rank_cell(rank: Rank | None) -> Cell | str:
 
 
 def _terms(row: SystemRow) -> str:
-    return ", ".join(dict.fromkeys(term for cost in row.costs for term in cost["terms"])) or _DASH
+    return ", ".join(dict.fromkeys(term for cost in row.costs for term in cost.terms)) or _DASH
 
 
 def _encoders(row: SystemRow) -> str:
