@@ -237,13 +237,12 @@ class BenchmarkConfig:
         for name in ("systems", "seeds", "corpora", "tasks", "shares", "starts", "variants", "commands"):
             values = getattr(self, name)
             _check_once((value if isinstance(value, (str, int, float)) else value.name for value in values), name)
-        for name, folders in (("corpora", self.corpora), ("commands", self.commands)):
-            for number, one in enumerate(folders):
-                if one.name in ("", ".", "..") or "/" in one.name:
-                    field = f"{name}.{number}.name"
-                    raise ConfigError(
-                        f"{field}: expected the name of a folder, got {one.name!r}", "malformed", field=field
-                    )
+        names = {"corpora": [one.name for one in self.corpora], "commands": [one.name for one in self.commands]}
+        for kind, given in names.items():
+            for number, name in enumerate(given):
+                if name in ("", ".", "..") or "/" in name:
+                    message = f"{kind}.{number}.name: expected the name of a folder, got {name!r}"
+                    raise ConfigError(message, "malformed", field=f"{kind}.{number}.name")
         _check_shares(self.shares, "shares")
 
 

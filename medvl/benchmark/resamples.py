@@ -59,7 +59,7 @@ def read_resamples(folder: Path, name: str) -> Resampled | None:
     if not path.is_file():
         return None
     try:
-        with np.load(path, allow_pickle=False) as stored:
+        with path.open("rb") as file, np.load(file, allow_pickle=False) as stored:
             names = stored["names"].tolist()
             if name not in names:
                 return None

@@ -66,23 +66,34 @@ def share_sections(found: Measurements) -> list[Section]:
 
 def label_sections(found: Measurements) -> list[Section]:
     """Return the linear probes by share of the labels; none of a benchmark with one share."""
-    labels = sorted(found.plan.config.evaluation.label_shares)
-    titles = {share: f"probe, {100 * share:g}%" for share in labels}
-    if len(labels) < 2 or not set(titles.values()) & found.columns.keys():
-        return []
+    probes = {name: titles for name, titles in _probes(found).items() if len(titles) > 1}
     sections: list[Section] = []
     for group, rows in found.groups().items():
-        curves = {}
-        for row in rows:
-            own = {share: row.metrics[title].value for share, title in titles.items() if title in row.metrics}
-            if own:
-                curves[row.title] = (list(own), list(own.values()))
-        if curves:
-            name = group_name(found, group)
-            plot = line_plot(slug(f"labels {name}"), curves, "share of the labels", "linear probe", log_x=True)
-            strip = Strip(title="", pictures=[_picture(plot, "Linear probes by share of the labels.")])
-            sections.append(Pictures(title=titled("Shares of the labels", name), strips=[strip], kind="wide"))
+        name, strips = group_name(found, group), []
+        for probe, titles in probes.items():
+            curves = {}
+            for row in rows:
+                own = {share: row.metrics[title].value for share, title in titles.items() if title in row.metrics}
+                if own:
+                    curves[row.title] = (list(own), list(own.values()))
+            if curves:
+                plot = line_plot(slug(f"labels {name} {probe}"), curves, "share of the labels", probe, log_x=True)
+                strips.append(Strip(title=probe, pictures=[_picture(plot, f"{probe} by share of the labels.")]))
+        if strips:
+            sections.append(Pictures(title=titled("Shares of the labels", name), strips=strips, kind="wide"))
     return sections
+
+
+def _probes(found: Measurements) -> dict[str, dict[float, str]]:
+    """Return task, metric and target -> share of the labels -> title, of columns such as auroc@10%."""
+    probes: dict[str, dict[float, str]] = {}
+    for title, column in found.columns.items():
+        metric, at, share = column.metric.partition("@")
+        if at and share.endswith("%"):
+            target = "" if column.targets[0].startswith("macro") else f", {column.targets[0]}"
+            probe = f"{found.tasks[title]}, {metric.upper()}{target}"
+            probes.setdefault(probe, {})[float(share.removesuffix("%")) / 100] = title
+    return {name: dict(sorted(titles.items())) for name, titles in probes.items()}
 
 
 def cost_section(found: Measurements, group: tuple[str, str], rows: Sequence[SystemRow]) -> Pictures | None:
