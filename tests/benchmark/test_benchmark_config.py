@@ -230,6 +230,29 @@ def test_every_preset_plans(preset: str, tmp_path: Path, monkeypatch: pytest.Mon
     assert plan_runs(config, tmp_path).runs
 
 
+def test_the_preset_for_mimic_reads_every_corpus(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("MIMIC_SHARDS", str(tmp_path))
+    config = read_benchmark("mimic", {"systems": ["convirt", "m3ae"], "seeds": [0]})
+    plan = plan_runs(config, tmp_path)
+    [corpus] = config.corpora
+    read = [corpus.pairs, corpus.phrases, corpus.questions, *(command.command for command in config.commands)]
+    names = (
+        "mimic-cxr",
+        "chexpert",
+        "rsna",
+        "siim",
+        "nih-cxr14",
+        "padchest",
+        "vindr-cxr",
+        "ms-cxr",
+        "vqa-rad",
+        "slake",
+    )
+    assert [name for name in (*names, "roco", "openi") if not any(name in str(text) for text in read)] == []
+    tasks = {task for run in plan.runs for task in run.tasks}
+    assert tasks >= {"grounding", "questions", *(command.name for command in config.commands)}
+
+
 def test_keys_depend_on_what_changes_the_weights_only(tmp_path: Path) -> None:
     config = planned(read_benchmark(write(tmp_path, FILE), {"systems": ["convirt"]}), tmp_path).config
 

@@ -11,8 +11,17 @@ from helpers.errors import raises
 from medvl.benchmark import Plan, Store, plan_runs, read_benchmark
 from medvl.benchmark.pages.rows import measure_systems
 from medvl.benchmark.resamples import FILE, read_resamples
-from medvl.benchmark.store import COST, FAILURE, REFUSAL, RUN, SECONDS, is_evaluated, read_evaluation, read_records
-from medvl.benchmark.store import read_run
+from medvl.benchmark.store import (
+    COST,
+    FAILURE,
+    REFUSAL,
+    RUN,
+    SECONDS,
+    is_evaluated,
+    read_evaluation,
+    read_records,
+    read_run,
+)
 from medvl.errors import ConfigError, EvaluationError, MedvlError
 from medvl.eval import Results, write_results
 
@@ -25,8 +34,16 @@ name = "phantom"
 root = "data"
 """
 MEASURED: dict[str, Any] = {
-    **{"parameters": 7, "resumed": False, "wall_seconds": 2.0, "cpu_seconds": 3.0, "steps": 4, "device": "CPU"},
-    **{"pairs_per_second": None, "train_seconds": 1.5, "peak_memory_gb": 0.5, "terms": ["contrastive"]},
+    "parameters": 7,
+    "resumed": False,
+    "wall_seconds": 2.0,
+    "cpu_seconds": 3.0,
+    "steps": 4,
+    "device": "CPU",
+    "pairs_per_second": None,
+    "train_seconds": 1.5,
+    "peak_memory_gb": 0.5,
+    "terms": ["contrastive"],
 }
 RESULTS = Results(protocol="zero-shot", protocol_version=1, rows=(), config={}, inputs={})
 

@@ -1,5 +1,6 @@
 """Plots of a benchmark: losses of the trainings, metrics by share of pairs and labels, and quality beside cost."""
 
+import itertools
 import statistics
 from collections.abc import Sequence
 
@@ -13,19 +14,21 @@ from medvl.eval.html.tables import Cell, Table
 
 
 def loss_section(found: Measurements, store: Store) -> Pictures | None:
-    """Return the training losses of all runs, relative to the first record; None without records."""
+    """Return the training losses of the first seed, relative to the first record; None without records."""
     strips = []
     for family, title in FAMILIES.items():
         lines: dict[str, tuple[list[float], list[float]]] = {}
-        for row in found.rows:
+        for row in itertools.chain(*found.groups().values()):
             if row.family == family and row.weights == "trained":
-                lines |= {run.title: curve for run in row.runs if (curve := _losses(store, run)) is not None}
+                curve = _losses(store, row.runs[0])
+                if curve is not None:
+                    lines[", ".join(filter(None, [row.name, group_name(found, row.group)]))] = curve
         if lines:
             plot = line_plot(f"losses-{family}", lines, "step", "loss / first loss")
             strips.append(Strip(title=f"{title.capitalize()}s", pictures=[_picture(plot, "Training losses by step.")]))
     if not strips:
         return None
-    caption = "Losses of different systems are sums of different terms: only the shapes compare."
+    caption = "First seed. The losses of different systems are sums of different terms: compare only their shapes."
     return Pictures(title="Training", strips=strips, caption=caption, kind="wide")
 
 
@@ -108,7 +111,7 @@ def cost_section(found: Measurements, group: tuple[str, str], rows: Sequence[Sys
         if len(points) > 1:
             plot = labelled_points(slug(f"cost {name} {title}"), points, "training, minutes", title)
             strips.append(Strip(title=title, pictures=[_picture(plot, f"{title} by minutes of training.")]))
-    return Pictures(title=titled("Quality by time", name), strips=strips, kind="wide") if strips else None
+    return Pictures(title=titled("Quality by training time", name), strips=strips, kind="wide") if strips else None
 
 
 def _picture(plot: Plot, alternative: str) -> Picture:

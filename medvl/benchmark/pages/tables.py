@@ -175,7 +175,7 @@ def failures_table(found: Measurements) -> Table:
         title="Failures",
         columns=["run", "part", "reason", "log"],
         rows=lines,
-        caption="Repeat those that failed with --retry-failed." if found.failures else "No run failed.",
+        caption="--retry-failed repeats the runs and evaluations that failed." if found.failures else "No run failed.",
     )
 
 
@@ -186,7 +186,22 @@ def refusals_table(found: Measurements) -> Table:
         title="Tasks that do not apply",
         columns=["system", "task", "reason"],
         rows=[list(line) for line in reasons],
-        caption="What the evaluation answered.",
+        caption="These are dashes in the tables." if reasons else "All tasks applied to all systems of their families.",
+    )
+
+
+def columns_table(found: Measurements) -> Table:
+    """Return the task, metric and direction of every column."""
+    lines: list[list[Cell | str]] = []
+    for title, column in found.columns.items():
+        over = ", ".join(filter(None, [" or ".join(column.targets), column.subgroup.removesuffix(": ")]))
+        better = _DASH if column.is_baseline else "higher" if column.higher_is_better else "lower"
+        lines.append([title, found.tasks[title], column.metric, over, better])
+    return Table(
+        title="Columns",
+        columns=["column", "task", "metric", "of", "better"],
+        rows=lines,
+        caption="Metrics by their names in results.json. AUROC, recall, accuracy and F1 are fractions of one.",
     )
 
 
