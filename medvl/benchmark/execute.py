@@ -73,6 +73,21 @@ def settings_of(run: Run, store: Store) -> Any:
     return with_settings(entry.recipe_settings(), tree, run.name)
 
 
+def prepare_run(run: Run, store: Store) -> Any:
+    """Return the prepared training of a run.
+
+    Where a share of the pairs is smaller than a batch, a batch has all of them: full batches alone would leave an epoch
+    of 1 % of a small corpus empty.
+    """
+    settings, prepare = settings_of(run, store), recipe_module(Path(run.recipe)).prepare
+    prepared = prepare(settings)
+    loader = prepared.data.train
+    if run.share == 1 or loader.steps_per_epoch:
+        return prepared
+    train = dataclasses.replace(settings.train, global_batch=len(loader.source) * settings.train.accumulate)
+    return prepare(dataclasses.replace(settings, train=train))
+
+
 def located(run: Run, store: Store, value: Any) -> Any:
     """Return settings with the checkpoints of other runs and the corpus's root in place of their names."""
     if isinstance(value, Mapping):
@@ -99,7 +114,7 @@ def _train(run: Run, store: Store) -> None:
     if (folder / COST).is_file():
         return
     resumed = (folder / "run" / "metrics.jsonl").is_file()
-    training = recipe_module(Path(run.recipe)).prepare(settings_of(run, store))
+    training = prepare_run(run, store)
     parameters = sum(parameter.numel() for parameter in training.model.parameters())
     began, used = time.monotonic(), _cpu_seconds()
     training.train()

@@ -14,6 +14,7 @@ from helpers.errors import raises
 from medvl.benchmark import Plan, Store, execute_locally, plan_runs, read_benchmark, tasks, write_slurm
 from medvl.benchmark.corpora import make_corpus
 from medvl.benchmark.estimate import describe_plan
+from medvl.benchmark.execute import prepare_run
 from medvl.benchmark.pages.rows import measure_systems
 from medvl.benchmark.pages.write import print_site, write_site
 from medvl.benchmark.store import Cost
@@ -215,6 +216,14 @@ def test_an_evaluation_that_was_killed_is_not_called_a_training(file: Path, tmp_
     assert [one.part for one in measure_systems(plan, store).failures] == ["training"]
     (store.folder(run) / "cost.json").write_text(json.dumps(dataclasses.asdict(COST)))
     assert [one.part for one in measure_systems(plan, store).failures] == ["evaluations"]
+
+
+def test_a_share_below_a_batch_is_trained_in_batches_of_all_its_pairs(file: Path, tmp_path: Path) -> None:
+    config = read_benchmark(file, {"systems": ["convirt"], "shares": [0.1, 1.0], "budget.batch": 16})
+    few, all_pairs = (prepare_run(run, Store(tmp_path)).data.train for run in plan_runs(config, tmp_path).runs)
+    assert (few.global_batch, few.steps_per_epoch) == (len(few.source), 1)
+    assert len(few.source) < 16
+    assert all_pairs.global_batch == 16
 
 
 def test_pages_name_the_runs_that_systems_start_from(file: Path, tmp_path: Path) -> None:

@@ -60,7 +60,10 @@ def share_sections(found: Measurements) -> list[Section]:
                     cells = [measured_cell(own[share]) if share in own else "–" for share in shares]
                     lines.append([f"{system}, {title}", *cells])
         heading = titled("Shares of the pairs", name)
-        caption = "All runs have the same number of steps: with few pairs they see each pair more often."
+        caption = (
+            "All runs have the same number of steps: with few pairs they see each pair more often. Where there are "
+            "fewer pairs than a batch, a batch has all of them."
+        )
         sections.append(Pictures(title=heading, strips=strips, caption=caption, kind="wide"))
         columns = ["system and metric", *(f"{100 * share:g} %" for share in shares)]
         sections.append(Table(title=f"{heading}, numbers", columns=columns, rows=lines))
