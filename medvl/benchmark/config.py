@@ -201,6 +201,7 @@ class Variant:
     """Name or file of a recipe; None for the system's."""
     preset: str | None = None
     settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    """Settings of the recipe, which replace those of the budget."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

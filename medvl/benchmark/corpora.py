@@ -53,16 +53,17 @@ def make_corpus(corpus: CorpusConfig, run: Command = medvl_command) -> None:
 
 
 def _make(corpus: CorpusConfig, root: Path, run: Command) -> None:
+    steps, commands = _steps(corpus), missing_steps(corpus)
     salt = root / "salt"
     if "MEDVL_SALT_FILE" not in os.environ and not salt.exists():  # as `medvl phantom quickstart`
         salt.write_text(f"{0:064d}\n")
     given = os.environ.get("MEDVL_SALT_FILE")
     os.environ["MEDVL_SALT_FILE"] = given or str(salt)
     try:
-        for step in _steps(corpus):
+        for step in steps:
             if step.table is not None:
                 write_table(step.table, root)
-        for arguments in missing_steps(corpus):
+        for arguments in commands:
             run(arguments)
     finally:
         if given is None:

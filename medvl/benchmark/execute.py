@@ -21,6 +21,7 @@ from medvl.benchmark.systems import Entry, recipe_module
 from medvl.benchmark.tasks import TASKS, Trained, run_command
 from medvl.common.files import write_atomic
 from medvl.common.folders import RunLock
+from medvl.data import ShardSource, UnpairedSource
 from medvl.errors import ConfigError, MedvlError
 from medvl.eval.core.results import write_results
 from medvl.models import save
@@ -76,16 +77,21 @@ def settings_of(run: Run, store: Store) -> Any:
 def prepare_run(run: Run, store: Store) -> Any:
     """Return the prepared training of a run.
 
-    Where a share of the pairs is smaller than a batch, a batch has all of them: full batches alone would leave an epoch
-    of 1 % of a small corpus empty.
+    Where a share of the pairs is smaller than a batch, as 1 % of a small corpus may be, a batch has all of them.
     """
-    settings, prepare = settings_of(run, store), recipe_module(Path(run.recipe)).prepare
-    prepared = prepare(settings)
-    loader = prepared.data.train
-    if run.share == 1 or loader.steps_per_epoch:
-        return prepared
-    train = dataclasses.replace(settings.train, global_batch=len(loader.source) * settings.train.accumulate)
-    return prepare(dataclasses.replace(settings, train=train))
+    settings = settings_of(run, store)
+    if settings.data.paired_fraction < 1:
+        batch = min(settings.train.micro_batch, _samples(run, settings.data)) * settings.train.accumulate
+        settings = dataclasses.replace(settings, train=dataclasses.replace(settings.train, global_batch=batch))
+    return recipe_module(Path(run.recipe)).prepare(settings)
+
+
+def _samples(run: Run, data: Any) -> int:
+    """Return the number of training samples: pairs, or studies, of which report generators may read several images."""
+    source = UnpairedSource(ShardSource(data.train), data.paired_fraction, data.seed, data.others)
+    if run.family == "report":
+        return len({source.sample(position).study for position in range(len(source))})
+    return len(source) + sum(len(ShardSource(folder)) for folder in data.extra_train)
 
 
 def located(run: Run, store: Store, value: Any) -> Any:

@@ -208,10 +208,10 @@ def columns_table(found: Measurements) -> Table:
 def measured_cell(measured: Measured, *, bar: bool = False) -> Cell:
     """Return the cell of a metric with its interval."""
     low, high = measured.interval
-    text = f"{measured.value:.3f}"
+    text = f"{measured.value:z.3f}"
     if math.isnan(low):
         return Cell(text=text, interval=(math.nan, measured.value, math.nan))
-    return Cell(text=text, small=f"[{low:.3f}, {high:.3f}]", interval=(low, measured.value, high), bar=bar)
+    return Cell(text=text, small=f"[{low:z.3f}, {high:z.3f}]", interval=(low, measured.value, high), bar=bar)
 
 
 def _cells(found: Measurements, row: SystemRow, titles: Sequence[str], *, bar: bool = False) -> list[Cell | str]:
