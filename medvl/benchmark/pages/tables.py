@@ -43,8 +43,9 @@ def survey_table(found: Measurements, group: tuple[str, str], rows: Sequence[Sys
         title=titled("All systems", group_name(found, group)),
         columns=["system", *about, *first],
         rows=lines,
-        caption="The first metric of each task, with 95% intervals over test items and, with several seeds, seeds. "
-        "Losses are the terms that the training logged. A dash: the task does not apply, or the system takes no part.",
+        caption="The first metric of each task, with 95% intervals over test items and, where there are several, over "
+        "seeds. Losses are the terms that the training logged. A dash: the task does not apply, or the system takes no "
+        "part.",
     )
 
 
