@@ -2,8 +2,11 @@
 
 import dataclasses
 import os
+import shlex
+import string
 import tomllib
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -14,6 +17,26 @@ Family = Literal["dual", "fusion", "records", "report"]
 FAMILIES: tuple[Family, ...] = ("dual", "fusion", "records", "report")
 _PRESETS = Path(__file__).parent / "presets"
 _STEPS = Path(__file__).parent / "steps.toml"
+
+
+def _check_least(config: Any, **least: int) -> None:
+    """Raise ConfigError where a field has a number below its least one."""
+    for name, number in least.items():
+        if (value := getattr(config, name)) is not None and value < number:
+            raise ConfigError(f"{name} must be at least {number}, got {value}", "out_of_range", field=name)
+
+
+def _check_once(values: Iterable[Any], name: str) -> None:
+    """Raise ConfigError where a value is given twice."""
+    twice = [value for value, count in Counter(values).items() if count > 1]
+    if twice:
+        raise ConfigError(f"expected each of {name} once, got {twice[0]!r} twice", "conflict", field=name)
+
+
+def _check_shares(shares: Iterable[float], name: str) -> None:
+    for share in shares:
+        if not 0 < share <= 1:
+            raise ConfigError(f"{name} must be above 0 and at most 1, got {share}", "out_of_range", field=name)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -92,9 +115,7 @@ class Budget:
     workers: int = 1
 
     def __post_init__(self) -> None:
-        for name in ("steps", "batch", "finetune_steps", "checkpoint_every"):
-            if (value := getattr(self, name)) is not None and value < 1:
-                raise ConfigError(f"{name} must be at least 1, got {value}", "out_of_range", field=name)
+        _check_least(self, steps=1, batch=1, finetune_steps=1, checkpoint_every=1, workers=0)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -116,6 +137,10 @@ class EvaluationConfig:
     """Candidates that a fusion-encoder ranks again."""
     shortlist_system: str = "convirt"
     """Dual-encoder that proposes the candidates."""
+
+    def __post_init__(self) -> None:
+        _check_least(self, resamples=0, batch=1, workers=0, shortlist=1)
+        _check_shares(self.label_shares, "label_shares")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -151,6 +176,20 @@ class CommandTask:
     """Names of the corpora whose runs are evaluated; empty for all."""
     columns: tuple[Column, ...]
 
+    def __post_init__(self) -> None:
+        try:
+            shlex.split(self.command)
+            names = {name for _, name, *_ in string.Formatter().parse(self.command) if name is not None}
+        except ValueError as error:
+            message = f"expected balanced quotes and braces in {self.command!r}: {error}"
+            raise ConfigError(message, "malformed", field="command") from None
+        folders = {field.name for field in dataclasses.fields(CorpusConfig)} - {"make", "extra_train"}
+        known = {"checkpoint", "out", "resamples", *folders}
+        if names - known:
+            unknown = min(names - known)
+            message = f"{{{unknown}}} is not replaced in a command; {nearest(unknown, known)}"
+            raise ConfigError(message, "unknown_name", field="command")
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Variant:
@@ -162,6 +201,7 @@ class Variant:
     """Name or file of a recipe; None for the system's."""
     preset: str | None = None
     settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    """Settings of the recipe, which replace those of the budget."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -193,13 +233,18 @@ class BenchmarkConfig:
 
     def __post_init__(self) -> None:
         for name in ("systems", "seeds", "corpora", "tasks", "shares", "starts"):
+            if not getattr(self, name):
+                raise ConfigError(f"expected one or more {name}, got none", "empty", field=name)
+        for name in ("systems", "seeds", "corpora", "tasks", "shares", "starts", "variants", "commands"):
             values = getattr(self, name)
-            names = [value if isinstance(value, (str, int, float)) else value.name for value in values]
-            if not names or len(set(names)) < len(names):
-                message = f"expected {name} to be one or more, each once; got {names}"
-                raise ConfigError(message, "conflict" if names else "empty", field=name)
-        if not all(0 < share <= 1 for share in (*self.shares, *self.evaluation.label_shares)):
-            raise ConfigError("shares must be above 0 and at most 1", "out_of_range", field="shares")
+            _check_once((value if isinstance(value, (str, int, float)) else value.name for value in values), name)
+        names = {"corpora": [one.name for one in self.corpora], "commands": [one.name for one in self.commands]}
+        for kind, given in names.items():
+            for number, name in enumerate(given):
+                if name in ("", ".", "..") or "/" in name:
+                    message = f"{kind}.{number}.name: expected the name of a folder, got {name!r}"
+                    raise ConfigError(message, "malformed", field=f"{kind}.{number}.name")
+        _check_shares(self.shares, "shares")
 
 
 def list_benchmarks() -> list[str]:
@@ -233,7 +278,10 @@ def read_benchmark(source: str | Path, changes: Mapping[str, Any] | None = None)
     _replace_names_of_steps(data)
     for name, value in (changes or {}).items():
         _change(data, name, value)
-    return from_dict(BenchmarkConfig, data)
+    try:
+        return from_dict(BenchmarkConfig, data)
+    except ConfigError as error:
+        raise ConfigError(f"{path.name}: {error}", error.code, field=error.field) from None
 
 
 def _replace_names_of_steps(data: Mapping[str, Any]) -> None:

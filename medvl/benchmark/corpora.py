@@ -9,6 +9,7 @@ from pathlib import Path
 
 from medvl.benchmark.config import CorpusConfig, MakeStep, expanded
 from medvl.benchmark.real_tables import write_table
+from medvl.common.folders import RunLock
 from medvl.errors import CorpusError
 
 Command = Callable[[Sequence[str]], None]
@@ -38,31 +39,35 @@ def _steps(corpus: CorpusConfig) -> list[MakeStep]:
 def make_corpus(corpus: CorpusConfig, run: Command = medvl_command) -> None:
     """Make what a located corpus lacks.
 
-    Raises CorpusError where a command fails, or where a folder is missing that no command makes.
+    Raises CorpusError where a command fails, where another process makes it, or where a folder is missing that no
+    command makes.
     """
     assert corpus.root is not None
-    root = Path(corpus.root)
-    steps, commands = _steps(corpus), missing_steps(corpus)
-    if steps:
-        root.mkdir(parents=True, exist_ok=True)
-        salt = root / "salt"
-        if "MEDVL_SALT_FILE" not in os.environ and not salt.exists():  # as `medvl phantom quickstart`
-            salt.write_text(f"{0:064d}\n")
-        given = os.environ.get("MEDVL_SALT_FILE")
-        os.environ["MEDVL_SALT_FILE"] = given or str(salt)
-        try:
-            for step in steps:
-                if step.table is not None:
-                    write_table(step.table, root)
-            for arguments in commands:
-                run(arguments)
-        finally:
-            if given is None:
-                del os.environ["MEDVL_SALT_FILE"]
+    if _steps(corpus):
+        with RunLock(Path(corpus.root), error=CorpusError, field="corpora"):
+            _make(corpus, Path(corpus.root), run)
     for name, path in _needed(corpus):
         if not path.exists():
             message = f"corpus {corpus.name} has no {path}; make it, or give another folder in corpora.{name}"
             raise CorpusError(message, "not_found", field=f"corpora.{name}")
+
+
+def _make(corpus: CorpusConfig, root: Path, run: Command) -> None:
+    steps, commands = _steps(corpus), missing_steps(corpus)
+    salt = root / "salt"
+    if "MEDVL_SALT_FILE" not in os.environ and not salt.exists():  # as `medvl phantom quickstart`
+        salt.write_text(f"{0:064d}\n")
+    given = os.environ.get("MEDVL_SALT_FILE")
+    os.environ["MEDVL_SALT_FILE"] = given or str(salt)
+    try:
+        for step in steps:
+            if step.table is not None:
+                write_table(step.table, root)
+        for arguments in commands:
+            run(arguments)
+    finally:
+        if given is None:
+            del os.environ["MEDVL_SALT_FILE"]
 
 
 def _needed(corpus: CorpusConfig) -> list[tuple[str, Path]]:

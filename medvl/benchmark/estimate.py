@@ -9,12 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from medvl.benchmark.corpora import missing_steps
-from medvl.benchmark.execute import settings_of
+from medvl.benchmark.execute import prepare_run
 from medvl.benchmark.plan import Plan
 from medvl.benchmark.run import Run
 from medvl.benchmark.settings import find_references
-from medvl.benchmark.store import COST, Store
-from medvl.benchmark.systems import recipe_module
+from medvl.benchmark.store import COST, Cost, Store
 from medvl.common.files import write_atomic
 
 _FILE = "estimates.json"
@@ -98,9 +97,9 @@ def _alike(run: Run) -> tuple[Any, ...]:
     return run.name, run.corpus.name, run.start, train["steps"], train["epochs"], train["global_batch"], run.share
 
 
-def _of_cost(cost: Mapping[str, Any], source: str) -> Estimate:
-    seconds = cost["train_seconds"] or cost["wall_seconds"]
-    return {"hours": seconds / 3600, "memory_gb": cost["peak_memory_gb"], "source": source}
+def _of_cost(cost: Cost, source: str) -> Estimate:
+    seconds = cost.train_seconds or cost.wall_seconds
+    return {"hours": seconds / 3600, "memory_gb": cost.peak_memory_gb, "source": source}
 
 
 def _examine(run: Run, store: Store, seconds: float) -> Estimate:
@@ -116,7 +115,7 @@ def _examine(run: Run, store: Store, seconds: float) -> Estimate:
     log.setLevel(logging.WARNING)
     try:
         with contextlib.redirect_stdout(io.StringIO()):
-            prepared = recipe_module(Path(run.recipe)).prepare(settings_of(run, store))
+            prepared = prepare_run(run, store)
             measured = examine(prepared, seconds)
     except Exception as error:  # a system of another package may raise anything
         return {"error": f"{type(error).__name__}: {error}".splitlines()[0]}
@@ -125,7 +124,7 @@ def _examine(run: Run, store: Store, seconds: float) -> Estimate:
     train = run.settings["train"]
     epoch = -(-prepared.data.train.steps_per_epoch // train["accumulate"])
     steps = min(length for length in (train["steps"], (train["epochs"] or 0) * epoch) if length)
-    hours = steps * train["global_batch"] / measured.rate / 3600
+    hours = steps * prepared.data.train.global_batch * train["accumulate"] / measured.rate / 3600
     return {"hours": hours, "memory_gb": measured.peak_gb / 1.073741824, "source": "doctor"}
 
 

@@ -16,11 +16,12 @@ from typing import Any
 from medvl.benchmark.resamples import write_resamples
 from medvl.benchmark.run import Run
 from medvl.benchmark.settings import RUN, with_settings
-from medvl.benchmark.store import COST, FAILURE, REFUSAL, SECONDS, Store, Weights, is_evaluated, read_run
+from medvl.benchmark.store import COST, FAILURE, REFUSAL, SECONDS, Store, Weights, is_evaluated, read_records, read_run
 from medvl.benchmark.systems import Entry, recipe_module
 from medvl.benchmark.tasks import TASKS, Trained, run_command
 from medvl.common.files import write_atomic
 from medvl.common.folders import RunLock
+from medvl.data import ShardSource, UnpairedSource
 from medvl.errors import ConfigError, MedvlError
 from medvl.eval.core.results import write_results
 from medvl.models import save
@@ -73,6 +74,26 @@ def settings_of(run: Run, store: Store) -> Any:
     return with_settings(entry.recipe_settings(), tree, run.name)
 
 
+def prepare_run(run: Run, store: Store) -> Any:
+    """Return the prepared training of a run.
+
+    Where a share of the pairs is smaller than a batch, as 1 % of a small corpus may be, a batch has all of them.
+    """
+    settings = settings_of(run, store)
+    if settings.data.paired_fraction < 1:
+        batch = min(settings.train.micro_batch, _samples(run, settings.data)) * settings.train.accumulate
+        settings = dataclasses.replace(settings, train=dataclasses.replace(settings.train, global_batch=batch))
+    return recipe_module(Path(run.recipe)).prepare(settings)
+
+
+def _samples(run: Run, data: Any) -> int:
+    """Return the number of training samples: pairs, or studies, of which report generators may read several images."""
+    source = UnpairedSource(ShardSource(data.train), data.paired_fraction, data.seed, data.others)
+    if run.family == "report":
+        return len({source.sample(position).study for position in range(len(source))})
+    return len(source) + sum(len(ShardSource(folder)) for folder in data.extra_train)
+
+
 def located(run: Run, store: Store, value: Any) -> Any:
     """Return settings with the checkpoints of other runs and the corpus's root in place of their names."""
     if isinstance(value, Mapping):
@@ -99,7 +120,7 @@ def _train(run: Run, store: Store) -> None:
     if (folder / COST).is_file():
         return
     resumed = (folder / "run" / "metrics.jsonl").is_file()
-    training = recipe_module(Path(run.recipe)).prepare(settings_of(run, store))
+    training = prepare_run(run, store)
     parameters = sum(parameter.numel() for parameter in training.model.parameters())
     began, used = time.monotonic(), _cpu_seconds()
     training.train()
@@ -131,7 +152,7 @@ def _measured(run_dir: Path) -> dict[str, Any]:
     """Return speed, memory and device of a finished training, from its records."""
     import torch
 
-    records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    records = read_records(run_dir)
     timings = [record["timing"] for record in records if record["kind"] == "train"]
     rates = [timing["pairs_per_second"] for timing in timings]
     seconds = [timing["seconds_per_step"] for timing in timings if "seconds_per_step" in timing]

@@ -12,7 +12,7 @@ from medvl.benchmark.config import BenchmarkConfig, CorpusConfig, StartConfig, e
 from medvl.benchmark.run import Run
 from medvl.benchmark.settings import find_references, resolved_settings
 from medvl.benchmark.systems import Entry, find_systems
-from medvl.benchmark.tasks import TASKS, fitting_tasks
+from medvl.benchmark.tasks import TASKS, columns_of, fitting_tasks
 from medvl.common.config_io import nearest, to_dict
 from medvl.errors import ConfigError
 
@@ -36,13 +36,7 @@ def plan_runs(config: BenchmarkConfig, out: Path) -> Plan:
     Raises ConfigError where a system, task or setting does not exist, or a corpus lacks what was asked for.
     """
     entries, missing = find_systems(config)
-    known = [*TASKS, *(command.name for command in config.commands)]
-    for task in config.tasks:
-        if task not in ("all", *known):
-            raise ConfigError(f"tasks: no task {task!r}; {nearest(task, known)}", "unknown_name", field="tasks")
-    for name in config.columns:
-        if name not in known:
-            raise ConfigError(f"columns: no task {name!r}; {nearest(name, known)}", "unknown_name", field="columns")
+    _check_tasks(config)
     planner = _Planner(config, {entry.name: entry for entry in entries}, out)
     places = itertools.product(entries, config.corpora, config.starts, config.shares, config.seeds)
     for entry, corpus, start, share, seed in places:
@@ -51,7 +45,32 @@ def plan_runs(config: BenchmarkConfig, out: Path) -> Plan:
             missing[entry.name] = f"corpus {corpus.name} has no {' and no '.join(lacking)}"
         else:
             planner.add(entry, corpus, start, share, seed)
+    if not any(run.tasks for run in planner.runs.values()):
+        reasons = "".join(f"; {name}: {reason}" for name, reason in missing.items())
+        message = f"expected tasks that fit a system and its corpus, got {', '.join(config.tasks)}{reasons}"
+        raise ConfigError(message, "empty", field="tasks")
     return Plan(config=config, runs=tuple(planner.runs.values()), left_out=missing)
+
+
+def _check_tasks(config: BenchmarkConfig) -> None:
+    """Raise ConfigError where a task does not exist, or two tasks or columns have the same name."""
+    for number, command in enumerate(config.commands):
+        if command.name in TASKS:
+            message = f"commands: {command.name!r} is a task of medvl; rename the command"
+            raise ConfigError(message, "conflict", field=f"commands.{number}.name")
+    known = [*TASKS, *(command.name for command in config.commands)]
+    for field, names in (("tasks", set(config.tasks) - {"all"}), ("columns", set(config.columns))):
+        for name in sorted(names - set(known)):
+            raise ConfigError(f"{field}: no task {name!r}; {nearest(name, known)}", "unknown_name", field=field)
+    titles: dict[str, str] = {}
+    for task, columns in columns_of(config).items():
+        for column in columns:
+            if column.title in titles:
+                message = (
+                    f"columns: {titles[column.title]} and {task} have a column {column.title!r}; rename one of them"
+                )
+                raise ConfigError(message, "conflict", field="columns")
+            titles[column.title] = task
 
 
 class _Planner:
@@ -60,6 +79,9 @@ class _Planner:
     def __init__(self, config: BenchmarkConfig, entries: dict[str, Entry], out: Path) -> None:
         self._config, self._entries, self._out = config, entries, out
         self.runs: dict[str, Run] = {}
+        self._titles: dict[str, str] = {}
+        self._open: list[str] = []
+        """Systems whose needs are being added."""
 
     def add(
         self, entry: Entry, corpus: CorpusConfig, start: StartConfig, share: float, seed: int, evaluated: bool = True
@@ -72,12 +94,15 @@ class _Planner:
         if "reranking" in tasks:
             others.add(config.evaluation.shortlist_system)
         needs = {}
+        if entry.name in self._open:
+            circle = " from ".join([*self._open[self._open.index(entry.name) :], entry.name])
+            raise ConfigError(f"settings: {circle}: a run cannot start from itself", "conflict", field="settings")
+        self._open.append(entry.name)
         for name in sorted(others):
             other = self._entry(name)
-            if other.name == entry.name:
-                raise ConfigError(f"{entry.name} starts from a run of itself", "conflict", field="settings")
             plain = StartConfig() if any(isinstance(value, str) for value in find_references(start.settings)) else start
             needs[name] = self.add(other, corpus, plain, share, seed, evaluated=False).key
+        self._open.pop()
         located = located_corpus(corpus, self._out)
         key = _key(entry, settings, corpus, needs)
         run = Run(
@@ -98,14 +123,22 @@ class _Planner:
             budget=config.budget,
             evaluation=config.evaluation,
         )
+        if evaluated and self._titles.setdefault(key, run.title) != run.title:
+            message = f"{run.title} and {self._titles[key]} have the same settings; change one of them, or leave it out"
+            raise ConfigError(message, "conflict", field="systems")
         if key not in self.runs or evaluated:
             self.runs[key] = run
         return self.runs[key]
 
     def _entry(self, name: str) -> Entry:
         if name not in self._entries:
-            [entry], _ = find_systems(dataclasses.replace(self._config, systems=(name,)))
-            self._entries[name] = entry
+            found, missing = find_systems(dataclasses.replace(self._config, systems=(name,)))
+            if len(found) != 1:
+                reason = missing.get(name, "it is not one system")
+                raise ConfigError(
+                    f"settings: no run can start from {name!r}: {reason}", "unsupported", field="settings"
+                )
+            [self._entries[name]] = found
         return self._entries[name]
 
 

@@ -72,6 +72,8 @@ def execute_locally(
             for process in ended:
                 run, place = running.pop(process)
                 free.append(place)
+                if process.returncode == IN_USE:
+                    report(f"  another process executes {run.title}")
                 _record_end(run, store, process.returncode)
                 _report_end(run, store, report)
             if not ended:
@@ -126,7 +128,9 @@ def _record_end(run: Run, store: Store, status: int) -> None:
     if status not in (0, IN_USE) and store.state(run) == "to do":
         log = (store.folder(run) / "log.txt").read_text(encoding="utf-8", errors="replace").strip().splitlines()
         last = (log or [""])[-1].removeprefix("medvl: ")
-        reason = f"killed by {signal.Signals(-status).name}" if status < 0 else last or f"status {status}"
+        killed = f"killed by {signal.Signals(-status).name}" if status < 0 else ""
+        hint = " (SIGKILL may be for lack of memory)" if -status == signal.SIGKILL else ""
+        reason = f"{killed}{hint}" or last or f"status {status}"
         write_atomic(store.folder(run) / FAILURE, json.dumps({"error": reason}) + "\n")
 
 

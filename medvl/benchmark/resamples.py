@@ -6,10 +6,12 @@ Shape letters: N items, R resamples, K rows.
 import dataclasses
 import hashlib
 import json
+import zipfile
 from pathlib import Path
 
 import numpy as np
 
+from medvl.errors import EvaluationError
 from medvl.eval import read_results
 from medvl.eval.compare.predictions import read_items
 from medvl.eval.core.bootstrap import resample_counts
@@ -49,13 +51,20 @@ def write_resamples(folder: Path, resamples: int) -> None:
 
 
 def read_resamples(folder: Path, name: str) -> Resampled | None:
-    """Return the resampled values of a row, such as "auroc/macro"; None where the evaluation has none."""
+    """Return the resampled values of a row, such as "auroc/macro"; None where the evaluation has none.
+
+    Raises EvaluationError where the file is damaged.
+    """
     path = folder / FILE
     if not path.is_file():
         return None
-    with np.load(path, allow_pickle=False) as stored:
-        names = stored["names"].tolist()
-        if name not in names:
-            return None
-        values_R = stored["values_RK"][:, names.index(name)].astype(np.float64)
-        return Resampled(items=str(stored["items"]), values_R=values_R)
+    try:
+        with path.open("rb") as file, np.load(file, allow_pickle=False) as stored:
+            names = stored["names"].tolist()
+            if name not in names:
+                return None
+            values_R = stored["values_RK"][:, names.index(name)].astype(np.float64)
+            return Resampled(items=str(stored["items"]), values_R=values_R)
+    except (ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
+        message = f"{path} is damaged ({error}); remove {folder}, and the same command evaluates again"
+        raise EvaluationError(message, "malformed", field="out") from None

@@ -20,6 +20,7 @@ def resolved_settings(
 ) -> dict[str, Any]:
     """Return the recipe's settings with those of the benchmark, as JSON values without folders.
 
+    The budget replaces the settings of recipes and starts; the settings of a variant replace the budget's.
     Raises ConfigError where a setting does not exist, with the nearest name.
     """
     settings = with_settings(entry.recipe_settings(), {"pretrained": False, "init_from": None}, "settings")
@@ -44,7 +45,8 @@ def resolved_settings(
     if budget.weights == "last":
         data["valid"] = None
         train |= {"best_metric": "loss", "best_mode": "min", "early_stop_patience": None, "validate_every": "epoch"}
-    written = to_dict(with_settings(settings, {"data": data, "train": train, "optim": optim}, "budget"))
+    settings = with_settings(settings, {"data": data, "train": train, "optim": optim}, "budget")
+    written = to_dict(with_settings(settings, entry.settings, f"variants.{entry.name}"))
     for part, names in (
         ("data", ("train", "extra_train", "tokenizer", "workers")),
         ("train", ("run_dir", "num_threads")),

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import re
 import shlex
 import subprocess
 import sys
@@ -71,11 +72,11 @@ def write_slurm(plan: Plan, store: Store, options: str = "") -> list[Path]:
             number=number,
             total=len(groups),
             count=len(group),
-            name=plan.config.name,
+            name=re.sub(r"[^\w.-]+", "-", plan.config.name),  # one word of sbatch's options
             submit=submit,
             last=len(group) - 1,
-            logs=folder / "logs",
-            options="".join(f"#SBATCH {option}\n" for option in shlex.split(options)),
+            logs=shlex.quote(str(folder / "logs").replace("%", "%%")),
+            options=f"#SBATCH {options}\n" if options else "",
             runs="\n".join(f"    {shlex.quote(str(store.folder(run)))} # {run.title}" for run in group),
             python=shlex.quote(sys.executable),
         )

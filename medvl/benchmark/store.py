@@ -15,18 +15,45 @@ import hashlib
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from medvl.benchmark.plan import Plan
 from medvl.benchmark.run import Run
 from medvl.common.config_io import from_dict, to_dict
 from medvl.common.files import write_atomic
-from medvl.errors import ConfigError
+from medvl.common.untrusted import parse_json
+from medvl.errors import ConfigError, EvaluationError
 from medvl.eval import Results, read_results
 
 Weights = Literal["trained", "start"]
 State = Literal["finished", "failed", "to do"]
 COST, FAILURE, RUN, REFUSAL, SECONDS = "cost.json", "failure.json", "run.json", "refusal.json", "seconds.json"
+_RESULTS = "results.json"
+_T = TypeVar("_T")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Cost:
+    """Cost of a finished training."""
+
+    parameters: int
+    resumed: bool
+    wall_seconds: float
+    """Time of the process that finished the training."""
+    cpu_seconds: float
+    steps: int
+    pairs_per_second: float | None
+    train_seconds: float | None
+    """Steps times the median time of a step."""
+    peak_memory_gb: float
+    device: str
+    terms: tuple[str, ...]
+    """Terms of the loss."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _FailedTraining:
+    error: str
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,7 +105,7 @@ class Store:
     def failure(self, run: Run) -> str | None:
         """Return why the training of a run failed; None if it did not."""
         path = self.folder(run) / FAILURE
-        return json.loads(path.read_text(encoding="utf-8"))["error"] if path.is_file() else None
+        return read_stored(_FailedTraining, path).error if path.is_file() else None
 
     def clear_failures(self, run: Run) -> None:
         """Remove the failures of a run and of its evaluations, so that they are repeated."""
@@ -88,10 +115,10 @@ class Store:
             if isinstance(refusal, Refusal) and refusal.failed:
                 (folder / REFUSAL).unlink()
 
-    def cost(self, run: Run) -> dict[str, Any] | None:
+    def cost(self, run: Run) -> Cost | None:
         """Return the cost of a trained run."""
         path = self.folder(run) / COST
-        return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
+        return read_stored(Cost, path) if path.is_file() else None
 
     def write_lines(self, runs: Sequence[Run]) -> Path:
         """Write every metric of every run into results.jsonl."""
@@ -113,19 +140,48 @@ def read_run(folder: Path) -> Run:
     path = folder / RUN
     if not path.is_file():
         raise ConfigError(f"{folder} has no {RUN}; it is not a run of a benchmark", "not_found", field="run")
-    return from_dict(Run, json.loads(path.read_text(encoding="utf-8")))
+    return read_stored(Run, path)
+
+
+def read_stored(cls: type[_T], path: Path) -> _T:
+    """Read a JSON file of the store as a dataclass. Raises ConfigError where it is damaged or of another version."""
+    repeat = "remove it, and the same command makes it anew"
+    try:
+        return from_dict(cls, parse_json(path.read_bytes()))
+    except ValueError as error:
+        raise ConfigError(f"{path} is damaged ({error}); {repeat}", "malformed", field="out") from None
+    except ConfigError as error:
+        message = f"{path} is of another version of medvl ({error}); {repeat}"
+        raise ConfigError(message, "version", field="out") from None
 
 
 def is_evaluated(folder: Path) -> bool:
     """Return whether an evaluation is done, has failed or does not apply."""
-    return (folder / SECONDS).is_file() or (folder / REFUSAL).is_file()  # written last
+    done = (folder / SECONDS).is_file() and (folder / _RESULTS).is_file()  # the first is written last
+    return done or (folder / REFUSAL).is_file()
 
 
 def read_evaluation(folder: Path) -> Results | Refusal | None:
-    """Return the results of an evaluation, or why there are none; None where it was not made."""
+    """Return the results of an evaluation, or why there are none; None where it was not made.
+
+    Raises ConfigError or EvaluationError where a file is damaged or of another version.
+    """
     if (folder / REFUSAL).is_file():
-        return Refusal(**json.loads((folder / REFUSAL).read_text(encoding="utf-8")))
-    return read_results(folder) if (folder / "results.json").is_file() else None
+        return read_stored(Refusal, folder / REFUSAL)
+    try:
+        return read_results(folder) if (folder / _RESULTS).is_file() else None
+    except EvaluationError as error:
+        message = f"{error}; remove {folder}, and the same command evaluates again"
+        raise EvaluationError(message, error.code, field="out") from None
+
+
+def read_records(run_dir: Path) -> list[dict[str, Any]]:
+    """Return the records of a training; none where it has not begun. A last line that was cut off is left out."""
+    path = run_dir / "metrics.jsonl"
+    if not path.is_file():
+        return []
+    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+    return [json.loads(line) for line in lines if line.endswith("\n")]
 
 
 def _evaluation_hash(run: Run, task: str) -> str:

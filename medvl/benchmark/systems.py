@@ -67,7 +67,11 @@ def find_systems(config: BenchmarkConfig) -> tuple[list[Entry], dict[str, str]]:
     Raises ConfigError where a name is unknown, with the nearest one.
     """
     entries, missing = _known(config.preset)
+    taken = {"all", *FAMILIES, *entries, *missing}
     for number, variant in enumerate(config.variants):
+        if variant.name in taken or variant.name.startswith("-"):
+            message = f"expected a new name without a leading dash, got {variant.name!r}; rename the variant"
+            raise ConfigError(message, "conflict", field=f"variants.{number}.name")
         base = entries.get(variant.system) or _entry(variant.system, config.preset)
         path = base.recipe if variant.recipe is None else find_recipe(variant.recipe)
         preset = variant.preset or (base.preset if variant.recipe is None else config.preset)
@@ -81,6 +85,10 @@ def find_systems(config: BenchmarkConfig) -> tuple[list[Entry], dict[str, str]]:
         entries[variant.name] = dataclasses.replace(
             base, name=variant.name, recipe=path, preset=preset, settings=settings
         )
+    for name in config.settings:
+        if name not in taken and name not in entries:
+            message = f"settings: no system or family {name!r}; {nearest(name, {*taken, *entries})}"
+            raise ConfigError(message, "unknown_name", field=f"settings.{name}")
     chosen = _chosen(config.systems, entries, missing, [variant.name for variant in config.variants])
     order = {family: place for place, family in enumerate(FAMILIES)}
     found = sorted((entries[name] for name in chosen if name in entries), key=lambda entry: order[entry.family])
@@ -106,7 +114,7 @@ def _chosen(
         else:
             chosen.pop(left_out, None)
     if not chosen:
-        raise ConfigError("systems leaves none over", "empty", field="systems")
+        raise ConfigError(f"expected systems to name one or more, got {', '.join(names)}", "empty", field="systems")
     return list(chosen)
 
 
@@ -129,7 +137,12 @@ def _known(preset: str) -> tuple[dict[str, Entry], dict[str, str]]:
     """Return the entries of all registered systems, and the reasons of those that have none."""
     entries: dict[str, Entry] = {}
     missing: dict[str, str] = {}
-    for title, (name, path, own) in _recipes(preset).items():
+    recipes = _recipes(preset)
+    if not recipes:
+        raise ConfigError(
+            f"preset: no recipe has the preset {preset!r}; try tiny or paper", "unknown_name", field="preset"
+        )
+    for title, (name, path, own) in recipes.items():
         family = family_of(system(name))
         assert family is not None
         entries[title] = Entry(name=title, system=name, family=family, recipe=path, preset=own)

@@ -29,9 +29,9 @@ class ChangeOptions:
     def changes(self) -> dict[str, Any]:
         """Return the values by dotted name."""
         given = {
-            "systems": self.systems.split(",") if self.systems else None,
+            "systems": _names(self.systems),
             "seeds": list(self.seeds) or None,
-            "tasks": self.tasks.split(",") if self.tasks else None,
+            "tasks": _names(self.tasks),
             "budget.steps": self.steps,
         }
         named = {name: value for name, value in given.items() if value is not None}
@@ -73,6 +73,8 @@ def benchmark(
     from medvl.benchmark.plan import plan_runs
     from medvl.benchmark.store import RUN, Store
 
+    if jobs < 0:
+        raise ConfigError(f"jobs must be at least 0, got {jobs}", "out_of_range", field="jobs")
     if (Path(source) / RUN).is_file():
         _execute_alone(Path(source))
         return
@@ -152,6 +154,11 @@ def _execute_alone(folder: Path) -> None:
         sys.exit(IN_USE)
     if not done:
         sys.exit(1)
+
+
+def _names(text: str) -> list[str] | None:
+    """Return the names of a list separated by commas; None without any."""
+    return [name.strip() for name in text.split(",") if name.strip()] or None
 
 
 def _setting(text: str) -> tuple[str, Any]:

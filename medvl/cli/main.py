@@ -32,11 +32,13 @@ from medvl.errors import ERROR_CODES, ConfigError, MedvlError
 
 
 def list_everything(
-    kind: Literal["models", "image-encoders", "text-encoders", "pretrained", "prompts", "benchmarks"],
+    kind: Literal["models", "image-encoders", "text-encoders", "pretrained", "prompts", "benchmarks", "recipes"],
     *,
     match: str = "*",
 ) -> None:
-    """List available models, encoders, published weights, prompt sets or benchmarks.
+    """List available models, encoders, published weights, prompt sets, benchmarks or recipes.
+
+    Recipes are listed with their presets, and with the published numbers and the commands that should reproduce them.
 
     Args:
         kind: what to list.
@@ -52,6 +54,8 @@ def list_everything(
         from medvl.benchmark.config import list_benchmarks
 
         names = fnmatch.filter(list_benchmarks(), match)
+    elif kind == "recipes":
+        names = recipes.recipes_with_numbers(match)
     else:
         listers: dict[str, Callable[[str], list[str]]] = {
             "models": models.list_models,

@@ -1,6 +1,7 @@
 """`medvl train`, `medvl recipes` and `medvl cards`: the recipes and data cards that come with the package."""
 
 import argparse
+import fnmatch
 import os
 import runpy
 import shutil
@@ -62,11 +63,39 @@ def list_recipes(*, match: str = "") -> None:
     from medvl.eval.published.numbers import published_numbers
 
     counts = Counter(number.recipe for number in published_numbers())
-    shown = [(stem, *outline(path)) for stem, path in packaged_files("recipes", ".py").items()]
-    for stem, presets, summary in shown:
+    for stem, path in packaged_files("recipes", ".py").items():
+        presets, summary = outline(path)
         if match.lower() in f"{stem} {summary}".lower():
             numbers = f"; published numbers: {counts[stem]}" if counts[stem] else ""
             print(f"{stem:22} {summary}\n{'':22} presets: {', '.join(presets)}{numbers}")
+
+
+def recipes_with_numbers(match: str) -> list[str]:
+    """Return the recipes whose names match a wildcard pattern, each as lines with its presets and published numbers."""
+    shown = []
+    for stem, path in packaged_files("recipes", ".py").items():
+        if fnmatch.fnmatch(stem, match):
+            presets, summary = outline(path)
+            shown.append(
+                "\n".join([f"{stem}: {summary}", f"  presets: {', '.join(presets)}", *_number_lines(stem), ""])
+            )
+    return shown
+
+
+def _number_lines(recipe: str | None) -> list[str]:
+    """Return the published numbers of a recipe, or of all, under the commands that should reproduce them."""
+    from medvl.eval.published.numbers import published_numbers, without_numbers
+
+    lines, command = [], ("", "")
+    for one in published_numbers(recipe):
+        if (one.recipe, one.command) != command:
+            command = one.recipe, one.command
+            lines.append(f"\n{one.recipe}: {one.command}")
+        notes = "; ".join(filter(None, ["" if one.checked else "not checked", one.note]))
+        lines.append(f"  {one.value:<8g} {one.dataset}, {one.split}: {one.metric}")
+        lines.append(f"{'':11}{one.source}{f' ({notes})' if notes else ''}")
+    reasons = without_numbers().items()
+    return [*lines, *(f"\n{name}: no numbers; {reason}" for name, reason in reasons if recipe in (None, name))]
 
 
 def show_numbers(recipe: Annotated[str, tyro.conf.Positional] = "", *, markdown: bool = False) -> None:
@@ -81,21 +110,11 @@ def show_numbers(recipe: Annotated[str, tyro.conf.Positional] = "", *, markdown:
     from medvl.eval.published.numbers import published_markdown, published_numbers, without_numbers
 
     name, reasons = find_recipe(recipe).stem if recipe else None, without_numbers()
-    numbers = published_numbers(name)
-    reasons = reasons if name is None else {name: reasons[name]} if name in reasons else {}
     if markdown:
-        print(published_markdown(numbers, reasons), end="")
-        return
-    command: tuple[str, str] | None = None
-    for one in numbers:
-        if (one.recipe, one.command) != command:
-            command = one.recipe, one.command
-            print(f"\n{one.recipe}: {one.command}")
-        notes = "; ".join(filter(None, ["" if one.checked else "not checked", one.note]))
-        print(f"  {one.value:<8g} {one.dataset}, {one.split}: {one.metric}\n{'':11}{one.source}"
-              f"{f' ({notes})' if notes else ''}")  # fmt: skip
-    for left_out, reason in reasons.items():
-        print(f"\n{left_out}: no numbers; {reason}")
+        reasons = reasons if name is None else {name: reasons[name]} if name in reasons else {}
+        print(published_markdown(published_numbers(name), reasons), end="")
+    else:
+        print("\n".join(_number_lines(name)))
 
 
 def copy_recipe(

@@ -55,12 +55,42 @@ def test_a_file_is_read_and_its_values_can_be_replaced(tmp_path: Path) -> None:
         ("steps = 3", 'steps = "3"', "wrong_type", "budget.steps"),
         ('name = "mine"', "", "missing", "name"),
         ('"clip"]', '"convirt"]', "conflict", "systems"),
+        ("[budget]", "seeds = []\n[budget]", "empty", "seeds"),
+        ("[budget]", "shares = [1.5]\n[budget]", "out_of_range", "shares"),
+        ("steps = 3", "workers = -1", "out_of_range", "budget.workers"),
+        ("[budget]", "evaluation.batch = 0\n[budget]", "out_of_range", "evaluation.batch"),
+        ("[budget]", "evaluation.label_shares = [0.0]\n[budget]", "out_of_range", "evaluation.label_shares"),
+        ('name = "own"', 'name = "../own"', "malformed", "corpora.0.name"),
         ("[budget]", "[budget", "malformed", "benchmark"),
     ],
 )
 def test_a_wrong_file_is_refused(tmp_path: Path, old: str, new: str, code: str, field: str) -> None:
     with raises(ConfigError, code, field):
         read_benchmark(write(tmp_path, FILE.replace(old, new)))
+
+
+@pytest.mark.parametrize(
+    ("command", "code"),
+    [
+        ("eval probe --out {out", "malformed"),
+        ("eval probe --out '{out}", "malformed"),
+        ("eval probe --test {pair}/test", "unknown_name"),
+        ("eval probe --test {masks}/test --out {out}", None),
+    ],
+)
+def test_commands_have_known_placeholders(tmp_path: Path, command: str, code: str | None) -> None:
+    column = {"title": "t", "metric": "m", "targets": ["all"]}
+    changes = {"commands": [{"name": "mine", "command": command, "columns": [column]}]}
+    if code is None:
+        assert read_benchmark(write(tmp_path, FILE), changes).commands[0].command == command
+    else:
+        with raises(ConfigError, code, "commands.0.command"):
+            read_benchmark(write(tmp_path, FILE), changes)
+
+
+def test_errors_name_the_file(tmp_path: Path) -> None:
+    with raises(ConfigError, "missing", "name", names="mine.toml"):
+        read_benchmark(write(tmp_path, ""))
 
 
 def test_missing_files_presets_and_places_are_refused(tmp_path: Path) -> None:
@@ -93,12 +123,49 @@ def test_a_corpus_names_steps_that_benchmarks_share(tmp_path: Path) -> None:
         ({"systems": ["convert"]}, "systems"),
         ({"tasks": ["zeroshot"]}, "tasks"),
         ({"settings": {"dual": {"model": {"image_sise": 64}}}}, "settings.dual.model.image_sise"),
+        ({"settings": {"duel": {}}}, "settings.duel"),
+        ({"preset": "tine"}, "preset"),
+        ({"columns": {"prob": []}}, "columns"),
     ],
 )
 def test_unknown_names_of_a_plan_are_refused(tmp_path: Path, changes: dict[str, object], field: str) -> None:
     config = read_benchmark(write(tmp_path, FILE), {"corpora.0.root": "x", **changes})
     with raises(ConfigError, "unknown_name", field):
         plan_runs(config, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "code", "field"),
+    [
+        ({"systems": ["-convirt"]}, "empty", "systems"),
+        ({"tasks": ["questions"]}, "empty", "tasks"),
+        ({"systems": ["report"], "tasks": ["all"]}, "empty", "tasks"),
+        ({"variants": [{"name": "clip", "system": "convirt"}]}, "conflict", "variants.0.name"),
+        ({"variants": [{"name": "same", "system": "clip"}], "systems": ["clip", "same"]}, "conflict", "systems"),
+        ({"starts": [{"name": "one"}, {"name": "other"}]}, "conflict", "systems"),
+        ({"settings": {"clip": {"init_from": "run:convirt"}, "convirt": {"init_from": "run:clip"}}}, "conflict",
+         "settings"),
+        ({"settings": {"clip": {"init_from": "run:clip"}}}, "conflict", "settings"),
+        ({"settings": {"clip": {"init_from": "run:dual"}}}, "unsupported", "settings"),
+        ({"commands": [{"name": "probe", "command": "eval", "columns": []}]}, "conflict", "commands.0.name"),
+        ({"columns": {"zero-shot": [{"title": "zero-shot AUROC", "metric": "auroc", "targets": ["CT"]}]}}, "conflict",
+         "columns"),
+    ],
+)  # fmt: skip
+def test_plans_without_runs_or_with_equal_names_are_refused(
+    tmp_path: Path, changes: dict[str, object], code: str, field: str
+) -> None:
+    config = read_benchmark(write(tmp_path, FILE), {"corpora.0.root": "x", **changes})
+    with raises(ConfigError, code, field):
+        plan_runs(config, tmp_path)
+
+
+def test_settings_of_a_variant_replace_the_budget(tmp_path: Path) -> None:
+    """The guide's example: a larger batch than that of the benchmark."""
+    variant = {"name": "large", "system": "convirt", "settings": {"train": {"global_batch": 256}}}
+    changes = {"variants": [variant], "systems": ["convirt", "large"]}
+    runs = planned(read_benchmark(write(tmp_path, FILE), changes), tmp_path).runs
+    assert {run.name: run.settings["train"]["global_batch"] for run in runs} == {"convirt": 8, "large": 256}
 
 
 def test_a_variable_that_is_not_set_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -161,6 +228,29 @@ def test_every_preset_plans(preset: str, tmp_path: Path, monkeypatch: pytest.Mon
         monkeypatch.setenv(name, str(tmp_path))
     config = read_benchmark(preset, {"systems": ["convirt"], "seeds": [0]})
     assert plan_runs(config, tmp_path).runs
+
+
+def test_the_preset_for_mimic_reads_every_corpus(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("MIMIC_SHARDS", str(tmp_path))
+    config = read_benchmark("mimic", {"systems": ["convirt", "m3ae"], "seeds": [0]})
+    plan = plan_runs(config, tmp_path)
+    [corpus] = config.corpora
+    read = [corpus.pairs, corpus.phrases, corpus.questions, *(command.command for command in config.commands)]
+    names = (
+        "mimic-cxr",
+        "chexpert",
+        "rsna",
+        "siim",
+        "nih-cxr14",
+        "padchest",
+        "vindr-cxr",
+        "ms-cxr",
+        "vqa-rad",
+        "slake",
+    )
+    assert [name for name in (*names, "roco", "openi") if not any(name in str(text) for text in read)] == []
+    tasks = {task for run in plan.runs for task in run.tasks}
+    assert tasks >= {"grounding", "questions", *(command.name for command in config.commands)}
 
 
 def test_keys_depend_on_what_changes_the_weights_only(tmp_path: Path) -> None:

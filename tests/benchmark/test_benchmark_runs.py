@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,12 +14,20 @@ from helpers.errors import raises
 from medvl.benchmark import Plan, Store, execute_locally, plan_runs, read_benchmark, tasks, write_slurm
 from medvl.benchmark.corpora import make_corpus
 from medvl.benchmark.estimate import describe_plan
+from medvl.benchmark.execute import prepare_run
+from medvl.benchmark.pages.rows import measure_systems
 from medvl.benchmark.pages.write import print_site, write_site
+from medvl.benchmark.store import Cost
 from medvl.cli import main as cli
+from medvl.common.folders import RunLock
 from medvl.errors import ConfigError, CorpusError
 from medvl.eval import read_results
 from medvl.models import ConVIRT, ConVIRTConfig, register_system, registry
 
+COST = Cost(
+    parameters=7, resumed=False, wall_seconds=2.0, cpu_seconds=3.0, steps=2, pairs_per_second=8.0, train_seconds=1.0,
+    peak_memory_gb=0.5, device="CPU", terms=("contrastive",),
+)  # fmt: skip
 FILE = """
 name = "two"
 systems = ["convirt", "outside", "broken"]
@@ -135,7 +144,7 @@ def test_a_killed_benchmark_goes_on_and_failures_are_shown(benchmark: tuple[Plan
     assert {line["system"] for line in results} == {"convirt", "outside"}
     cost = store.cost(plan.runs[0])
     assert cost is not None
-    assert (cost["steps"], cost["device"], cost["terms"]) == (2, "CPU", ["contrastive"])
+    assert (cost.steps, cost.device, cost.terms) == (2, "CPU", ("contrastive",))
 
 
 @pytest.mark.slow
@@ -180,6 +189,41 @@ def test_job_arrays_hold_all_runs_after_those_they_need(file: Path, tmp_path: Pa
     assert plan.runs[1].key in second.read_text()
     assert "#SBATCH --gpus=1\n" in first.read_text()
     assert submit.read_text().count("sbatch --parsable") == 2
+
+
+def test_scripts_of_job_arrays_are_valid(file: Path, tmp_path: Path) -> None:
+    """Also of a benchmark whose name is not one word; an option with a value stays on one line."""
+    plan = plan_runs(read_benchmark(file, {"systems": ["convirt"], "name": "it's & more"}), tmp_path)
+    submit, script = write_slurm(plan, Store(tmp_path), "-p gpu --time=08:00:00")
+    lines = script.read_text().splitlines()
+    assert "#SBATCH -p gpu --time=08:00:00" in lines
+    assert "#SBATCH --job-name=it-s-more-1" in lines
+    for path in (submit, script):
+        subprocess.run(["bash", "-n", str(path)], check=True)
+
+
+def test_a_second_process_does_not_make_the_same_corpus(file: Path, tmp_path: Path) -> None:
+    corpus = plan_runs(read_benchmark(file, {"corpora.0.root": str(tmp_path), "systems": ["convirt"]}), tmp_path)
+    with RunLock(tmp_path), raises(CorpusError, "in_use", "corpora"):
+        make_corpus(corpus.runs[0].corpus)
+
+
+def test_an_evaluation_that_was_killed_is_not_called_a_training(file: Path, tmp_path: Path) -> None:
+    plan, store = plan_runs(read_benchmark(file, {"systems": ["convirt"]}), tmp_path), Store(tmp_path)
+    [run] = plan.runs
+    store.write_runs(plan)
+    (store.folder(run) / "failure.json").write_text('{"error": "killed by SIGKILL"}')
+    assert [one.part for one in measure_systems(plan, store).failures] == ["training"]
+    (store.folder(run) / "cost.json").write_text(json.dumps(dataclasses.asdict(COST)))
+    assert [one.part for one in measure_systems(plan, store).failures] == ["evaluations"]
+
+
+def test_a_share_below_a_batch_is_trained_in_batches_of_all_its_pairs(file: Path, tmp_path: Path) -> None:
+    config = read_benchmark(file, {"systems": ["convirt"], "shares": [0.1, 1.0], "budget.batch": 16})
+    few, all_pairs = (prepare_run(run, Store(tmp_path)).data.train for run in plan_runs(config, tmp_path).runs)
+    assert (few.global_batch, few.steps_per_epoch) == (len(few.source), 1)
+    assert len(few.source) < 16
+    assert all_pairs.global_batch == 16
 
 
 def test_pages_name_the_runs_that_systems_start_from(file: Path, tmp_path: Path) -> None:

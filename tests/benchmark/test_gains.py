@@ -11,12 +11,14 @@ import pytest
 from helpers.errors import raises
 
 from medvl.benchmark import BenchmarkConfig, Column, CorpusConfig, Plan, StartConfig, plan_runs, read_benchmark, tasks
+from medvl.benchmark.pages.curves import label_sections
 from medvl.benchmark.pages.gains import gain_tables
 from medvl.benchmark.pages.rows import Measurements, SystemRow
-from medvl.benchmark.pages.tables import ranks_of
+from medvl.benchmark.pages.tables import columns_table, ranks_of
 from medvl.benchmark.ranks import Measured
 from medvl.benchmark.resamples import Resampled
 from medvl.errors import ConfigError, EvaluationError
+from medvl.eval.html.page import Pictures
 from medvl.eval.html.tables import Cell
 
 RNG = np.random.default_rng(0)
@@ -76,6 +78,38 @@ def test_gains_are_paired_differences_from_the_start_weights_and_between_starts(
     assert cell.interval == pytest.approx((-0.05 - 1.96 * math.hypot(0.1, 0.1), -0.05, 0.2272), abs=1e-4)
     assert between.title == "What the start imagenet adds to random: ours"
     assert gain_tables(measurements(row("a", "random", "trained", 0.8))) == []
+
+
+def test_systems_without_a_common_metric_have_no_gain() -> None:
+    bare = dataclasses.replace(row("b", "random", "start", 0.6), metrics={})
+    found = measurements(
+        row("a", "random", "trained", 0.8), row("a", "random", "start", 0.6), row("b", "random", "trained", 0.8), bare
+    )
+    [table] = gain_tables(found)
+    [[name, cell]] = table.rows
+    assert isinstance(cell, Cell)
+    assert (name, cell.reference) == ("a", 0.0)
+
+
+def test_columns_name_their_task_metric_and_direction() -> None:
+    table = columns_table(measurements(row("a", "random", "trained", 0.8)))
+    assert table.rows == [
+        ["probe", "probe", "auroc", "macro", "higher"],
+        ["alone", "probe", "accuracy", "overall, baseline: question_only", "–"],
+    ]
+
+
+def test_probes_of_several_shares_are_a_curve() -> None:
+    """Also those of a command, such as a probe of another corpus."""
+    measured = row("a", "random", "trained", 0.8).metrics["probe"]
+    shares = ("1%", "10%", "100%")
+    columns = {f"RSNA, {share}": Column(title=share, metric=f"auroc@{share}", targets=("macro",)) for share in shares}
+    one = dataclasses.replace(row("a", "random", "trained", 0.8), metrics=dict.fromkeys(columns, measured))
+    found = dataclasses.replace(measurements(one), columns=columns, tasks=dict.fromkeys(columns, "RSNA probe"))
+    [section] = label_sections(found)
+    assert isinstance(section, Pictures)
+    assert [strip.title for strip in section.strips] == ["RSNA probe, AUROC"]
+    assert label_sections(measurements(one)) == []
 
 
 def test_baselines_are_not_ranked() -> None:

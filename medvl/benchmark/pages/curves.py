@@ -1,32 +1,34 @@
 """Plots of a benchmark: losses of the trainings, metrics by share of pairs and labels, and quality beside cost."""
 
-import json
+import itertools
 import statistics
 from collections.abc import Sequence
 
 from medvl.benchmark.pages.rows import Measurements, SystemRow
 from medvl.benchmark.pages.tables import FAMILIES, group_name, measured_cell, titled
 from medvl.benchmark.run import Run
-from medvl.benchmark.store import Store
+from medvl.benchmark.store import Store, read_records
 from medvl.eval.html.page import Picture, Pictures, Section, Strip, plot_picture, slug
 from medvl.eval.html.plots import Plot, labelled_points, line_plot
 from medvl.eval.html.tables import Cell, Table
 
 
 def loss_section(found: Measurements, store: Store) -> Pictures | None:
-    """Return the training losses of all runs, relative to the first record; None without records."""
+    """Return the training losses of the first seed, relative to the first record; None without records."""
     strips = []
     for family, title in FAMILIES.items():
         lines: dict[str, tuple[list[float], list[float]]] = {}
-        for row in found.rows:
+        for row in itertools.chain(*found.groups().values()):
             if row.family == family and row.weights == "trained":
-                lines |= {run.title: curve for run in row.runs if (curve := _losses(store, run)) is not None}
+                curve = _losses(store, row.runs[0])
+                if curve is not None:
+                    lines[", ".join(filter(None, [row.name, group_name(found, row.group)]))] = curve
         if lines:
             plot = line_plot(f"losses-{family}", lines, "step", "loss / first loss")
             strips.append(Strip(title=f"{title.capitalize()}s", pictures=[_picture(plot, "Training losses by step.")]))
     if not strips:
         return None
-    caption = "Losses of different systems are sums of different terms: only the shapes compare."
+    caption = "First seed. The losses of different systems are sums of different terms: compare only their shapes."
     return Pictures(title="Training", strips=strips, caption=caption, kind="wide")
 
 
@@ -58,7 +60,10 @@ def share_sections(found: Measurements) -> list[Section]:
                     cells = [measured_cell(own[share]) if share in own else "–" for share in shares]
                     lines.append([f"{system}, {title}", *cells])
         heading = titled("Shares of the pairs", name)
-        caption = "All runs have the same number of steps: with few pairs they see each pair more often."
+        caption = (
+            "All runs have the same number of steps: with few pairs they see each pair more often. Where there are "
+            "fewer pairs than a batch, a batch has all of them."
+        )
         sections.append(Pictures(title=heading, strips=strips, caption=caption, kind="wide"))
         columns = ["system and metric", *(f"{100 * share:g} %" for share in shares)]
         sections.append(Table(title=f"{heading}, numbers", columns=columns, rows=lines))
@@ -67,23 +72,34 @@ def share_sections(found: Measurements) -> list[Section]:
 
 def label_sections(found: Measurements) -> list[Section]:
     """Return the linear probes by share of the labels; none of a benchmark with one share."""
-    labels = sorted(found.plan.config.evaluation.label_shares)
-    titles = {share: f"probe, {100 * share:g}%" for share in labels}
-    if len(labels) < 2 or not set(titles.values()) & found.columns.keys():
-        return []
+    probes = {name: titles for name, titles in _probes(found).items() if len(titles) > 1}
     sections: list[Section] = []
     for group, rows in found.groups().items():
-        curves = {}
-        for row in rows:
-            own = {share: row.metrics[title].value for share, title in titles.items() if title in row.metrics}
-            if own:
-                curves[row.title] = (list(own), list(own.values()))
-        if curves:
-            name = group_name(found, group)
-            plot = line_plot(slug(f"labels {name}"), curves, "share of the labels", "linear probe", log_x=True)
-            strip = Strip(title="", pictures=[_picture(plot, "Linear probes by share of the labels.")])
-            sections.append(Pictures(title=titled("Shares of the labels", name), strips=[strip], kind="wide"))
+        name, strips = group_name(found, group), []
+        for probe, titles in probes.items():
+            curves = {}
+            for row in rows:
+                own = {share: row.metrics[title].value for share, title in titles.items() if title in row.metrics}
+                if own:
+                    curves[row.title] = (list(own), list(own.values()))
+            if curves:
+                plot = line_plot(slug(f"labels {name} {probe}"), curves, "share of the labels", probe, log_x=True)
+                strips.append(Strip(title=probe, pictures=[_picture(plot, f"{probe} by share of the labels.")]))
+        if strips:
+            sections.append(Pictures(title=titled("Shares of the labels", name), strips=strips, kind="wide"))
     return sections
+
+
+def _probes(found: Measurements) -> dict[str, dict[float, str]]:
+    """Return task, metric and target -> share of the labels -> title, of columns such as auroc@10%."""
+    probes: dict[str, dict[float, str]] = {}
+    for title, column in found.columns.items():
+        metric, at, share = column.metric.partition("@")
+        if at and share.endswith("%"):
+            target = "" if column.targets[0].startswith("macro") else f", {column.targets[0]}"
+            probe = f"{found.tasks[title]}, {metric.upper()}{target}"
+            probes.setdefault(probe, {})[float(share.removesuffix("%")) / 100] = title
+    return {name: dict(sorted(titles.items())) for name, titles in probes.items()}
 
 
 def cost_section(found: Measurements, group: tuple[str, str], rows: Sequence[SystemRow]) -> Pictures | None:
@@ -92,13 +108,13 @@ def cost_section(found: Measurements, group: tuple[str, str], rows: Sequence[Sys
     for title in found.columns:
         points = {}
         for row in rows:
-            minutes = [cost["train_seconds"] / 60 for cost in row.costs if cost.get("train_seconds")]
+            minutes = [cost.train_seconds / 60 for cost in row.costs if cost.train_seconds]
             if row.weights == "trained" and title in row.metrics and minutes:
                 points[row.name] = (statistics.mean(minutes), row.metrics[title].value)
         if len(points) > 1:
             plot = labelled_points(slug(f"cost {name} {title}"), points, "training, minutes", title)
             strips.append(Strip(title=title, pictures=[_picture(plot, f"{title} by minutes of training.")]))
-    return Pictures(title=titled("Quality by time", name), strips=strips, kind="wide") if strips else None
+    return Pictures(title=titled("Quality by training time", name), strips=strips, kind="wide") if strips else None
 
 
 def _picture(plot: Plot, alternative: str) -> Picture:
@@ -106,11 +122,8 @@ def _picture(plot: Plot, alternative: str) -> Picture:
 
 
 def _losses(store: Store, run: Run) -> tuple[list[float], list[float]] | None:
-    path = store.folder(run) / "run" / "metrics.jsonl"
-    if not path.is_file():
-        return None
-    records = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-    points = [(record["step"], record["loss"]) for record in records if record["kind"] == "train"]
-    if not points or not points[0][1]:
+    records = read_records(store.folder(run) / "run")
+    points = [(record["step"], record["loss"]) for record in records if record["kind"] == "train" and record["loss"]]
+    if not points:
         return None
     return [step for step, _ in points], [loss / points[0][1] for _, loss in points]

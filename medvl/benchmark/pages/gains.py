@@ -10,7 +10,7 @@ from medvl.eval.html.tables import Cell, Table
 
 _CAPTION = (
     "95% intervals, paired over test items where the predictions allow it; they are not corrected for the number of "
-    "comparisons. {seeds}"
+    "comparisons. The tick marks no difference. {seeds}"
 )
 
 
@@ -36,7 +36,8 @@ def _pairs(
     rows: Sequence[SystemRow], weights: str, others: Sequence[SystemRow], other_weights: str
 ) -> list[tuple[SystemRow, SystemRow]]:
     by_name = {row.name: row for row in others if row.weights == other_weights}
-    return [(row, by_name[row.name]) for row in rows if row.weights == weights and row.name in by_name]
+    pairs = [(row, by_name[row.name]) for row in rows if row.weights == weights and row.name in by_name]
+    return [(one, other) for one, other in pairs if one.metrics.keys() & other.metrics.keys()]
 
 
 def _table(found: Measurements, title: str, pairs: Sequence[tuple[SystemRow, SystemRow]]) -> Iterator[Table]:
@@ -46,9 +47,10 @@ def _table(found: Measurements, title: str, pairs: Sequence[tuple[SystemRow, Sys
         if not column.is_baseline and any(name in one.metrics and name in other.metrics for one, other in pairs)
     ]
     if titles:
+        one_seed = len(found.plan.config.seeds) == 1
         rows: list[list[Cell | str]] = []
         rows += [[one.name, *(_cell(one, other, name) for name in titles)] for one, other in pairs]
-        seeds = "They do not cover the training, which has one seed." if len(found.plan.config.seeds) == 1 else ""
+        seeds = "The intervals do not cover the training, which has one seed." if one_seed else ""
         yield Table(title=title, columns=["system", *titles], rows=rows, caption=_CAPTION.format(seeds=seeds).strip())
 
 
@@ -61,4 +63,5 @@ def _cell(one: SystemRow, other: SystemRow, title: str) -> Cell:
     if math.isnan(error):
         return Cell(text=f"{value:+.3f}", interval=(math.nan, value, math.nan))
     low, high = value - 1.96 * error, value + 1.96 * error
-    return Cell(text=f"{value:+.3f}", small=f"[{low:+.3f}, {high:+.3f}]", interval=(low, value, high), bar=True)
+    ends = f"[{low:+.3f}, {high:+.3f}]"
+    return Cell(text=f"{value:+.3f}", small=ends, interval=(low, value, high), bar=True, reference=0.0)

@@ -4,14 +4,13 @@ import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from medvl.benchmark.config import Column
 from medvl.benchmark.plan import Plan
 from medvl.benchmark.ranks import Measured
 from medvl.benchmark.resamples import read_resamples
 from medvl.benchmark.run import Run
-from medvl.benchmark.store import SECONDS, Refusal, Store, Weights, read_evaluation
+from medvl.benchmark.store import COST, SECONDS, Cost, Refusal, Store, Weights, read_evaluation
 from medvl.benchmark.tasks import columns_of
 from medvl.eval import MetricRow, Results
 
@@ -22,7 +21,7 @@ class Failure:
 
     title: str
     part: str
-    """training, or the name of a task."""
+    """training, evaluations, or the name of a task."""
     reason: str
     log: str
     """File below the benchmark's folder; empty where the run was not started."""
@@ -48,7 +47,7 @@ class SystemRow:
     """Tasks that failed; all of them where the training did."""
     waiting: frozenset[str]
     """Tasks that are left to do."""
-    costs: tuple[Mapping[str, Any], ...]
+    costs: tuple[Cost, ...]
     evaluation_seconds: float
 
     @property
@@ -175,7 +174,8 @@ def _failures(plan: Plan, store: Store) -> list[Failure]:
         log = f"runs/{run.key}/log.txt"
         log = log if (store.out / log).is_file() else ""
         if (reason := store.failure(run)) is not None:
-            found.append(Failure(title=run.title, part="training", reason=reason, log=log))
+            part = "evaluations" if (store.folder(run) / COST).is_file() else "training"
+            found.append(Failure(title=run.title, part=part, reason=reason, log=log))
             continue
         for weights, task, folder in store.evaluations(run):
             refusal = read_evaluation(folder)

@@ -43,8 +43,9 @@ def survey_table(found: Measurements, group: tuple[str, str], rows: Sequence[Sys
         title=titled("All systems", group_name(found, group)),
         columns=["system", *about, *first],
         rows=lines,
-        caption="The first metric of each task, with 95% intervals over test items and, with several seeds, seeds. "
-        "Losses are the terms that the training logged. A dash: the task does not apply, or the system takes no part.",
+        caption="The first metric of each task, with 95% intervals over test items and, where there are several, over "
+        "seeds. Losses are the terms that the training logged. A dash: the task does not apply, or the system takes no "
+        "part.",
     )
 
 
@@ -153,12 +154,12 @@ def cost_cells(row: SystemRow) -> list[str]:
     """Return device, parameters, steps, minutes, memory and speed of a row's runs, as means over its seeds."""
 
     def mean(name: str, scale: float, digits: int) -> str:
-        values = [cost[name] for cost in row.costs if cost.get(name) is not None]
+        values = [value for cost in row.costs if (value := getattr(cost, name)) is not None]
         return f"{statistics.mean(values) / scale:.{digits}f}" if values else _DASH
 
-    cpu = [cost["cpu_seconds"] / 60 for cost in row.costs if not cost["resumed"]]
+    cpu = [cost.cpu_seconds / 60 for cost in row.costs if not cost.resumed]
     return [
-        ", ".join(dict.fromkeys(cost["device"] for cost in row.costs)),
+        ", ".join(dict.fromkeys(cost.device for cost in row.costs)),
         *(mean("parameters", 1e6, 1), mean("steps", 1, 0), mean("train_seconds", 60, 1)),
         f"{statistics.mean(cpu):.1f}" if cpu else _DASH,
         *(mean("peak_memory_gb", 1, 2), mean("pairs_per_second", 1, 0), f"{row.evaluation_seconds / 60:.1f}"),
@@ -175,7 +176,7 @@ def failures_table(found: Measurements) -> Table:
         title="Failures",
         columns=["run", "part", "reason", "log"],
         rows=lines,
-        caption="Repeat those that failed with --retry-failed." if found.failures else "No run failed.",
+        caption="--retry-failed repeats the runs and evaluations that failed." if found.failures else "No run failed.",
     )
 
 
@@ -186,17 +187,32 @@ def refusals_table(found: Measurements) -> Table:
         title="Tasks that do not apply",
         columns=["system", "task", "reason"],
         rows=[list(line) for line in reasons],
-        caption="What the evaluation answered.",
+        caption="These are dashes in the tables." if reasons else "All tasks applied to all systems of their families.",
+    )
+
+
+def columns_table(found: Measurements) -> Table:
+    """Return the task, metric and direction of every column."""
+    lines: list[list[Cell | str]] = []
+    for title, column in found.columns.items():
+        over = ", ".join(filter(None, [" or ".join(column.targets), column.subgroup.removesuffix(": ")]))
+        better = _DASH if column.is_baseline else "higher" if column.higher_is_better else "lower"
+        lines.append([title, found.tasks[title], column.metric, over, better])
+    return Table(
+        title="Columns",
+        columns=["column", "task", "metric", "of", "better"],
+        rows=lines,
+        caption="Metrics by their names in results.json. AUROC, recall, accuracy and F1 are fractions of one.",
     )
 
 
 def measured_cell(measured: Measured, *, bar: bool = False) -> Cell:
     """Return the cell of a metric with its interval."""
     low, high = measured.interval
-    text = f"{measured.value:.3f}"
+    text = f"{measured.value:z.3f}"
     if math.isnan(low):
         return Cell(text=text, interval=(math.nan, measured.value, math.nan))
-    return Cell(text=text, small=f"[{low:.3f}, {high:.3f}]", interval=(low, measured.value, high), bar=bar)
+    return Cell(text=text, small=f"[{low:z.3f}, {high:z.3f}]", interval=(low, measured.value, high), bar=bar)
 
 
 def _cells(found: Measurements, row: SystemRow, titles: Sequence[str], *, bar: bool = False) -> list[Cell | str]:
@@ -227,7 +243,7 @@ def _rank_cell(rank: Rank | None) -> Cell | str:
 
 
 def _terms(row: SystemRow) -> str:
-    return ", ".join(dict.fromkeys(term for cost in row.costs for term in cost["terms"])) or _DASH
+    return ", ".join(dict.fromkeys(term for cost in row.costs for term in cost.terms)) or _DASH
 
 
 def _encoders(row: SystemRow) -> str:

@@ -25,8 +25,8 @@ _FILES = {
     "Failures": "failures.html",
 }
 _LIMIT = (
-    "All systems have the same data, steps and, where the file says so, encoders; all other settings are those of "
-    "their recipes. None was tuned for this benchmark, and one length for all suits some better than others."
+    "All systems have the same data, steps and, where the file sets them, encoders; all other settings are those of "
+    "their recipes. None was tuned for this benchmark, and the same number of steps suits some better than others."
 )
 _PHANTOM_LIMIT = (
     "Results on the phantom show that the software works and how systems differ on it, and say nothing about patients."
@@ -62,7 +62,7 @@ def write_site(plan: Plan, store: Store) -> Site:
         "Ranks": _ranks(found),
         "Cost": _cost(found),
         "Learning curves": _curves(found, store),
-        "Systems": [_systems(found, store)],
+        "Systems": [_systems(found, store), *([tables.columns_table(found)] if found.columns else [])],
         "Failures": [tables.failures_table(found), tables.refusals_table(found)],
     }
     shown = {title: parts for title, parts in sections.items() if parts}
@@ -109,11 +109,11 @@ def _systems(found: Measurements, store: Store) -> Table:
         folder = f"runs/{run.key}"
         recipe = f"{Path(run.recipe).stem} {run.preset}"
         rows.append(
-            [run.title, tables.FAMILIES[run.family], summary, recipe, ", ".join(run.tasks), folder, store.state(run)]
+            [run.title, store.state(run), tables.FAMILIES[run.family], summary, recipe, ", ".join(run.tasks), folder]
         )
     return Table(
         title="Runs",
-        columns=["run", "family", "system", "recipe and preset", "tasks", "folder", "state"],
+        columns=["run", "state", "family", "system", "recipe and preset", "tasks", "folder"],
         rows=rows,
         caption="run.json in the folder has all settings; the folder's name is their hash.",
     )
@@ -147,7 +147,7 @@ def _write(
             ("Runs", f"{len(states)}: {counts}"),
             ("Seeds", ", ".join(map(str, config.seeds))),
             ("Corpora", ", ".join(corpus.name for corpus in config.corpora)),
-            ("Starts", "; ".join((", ".join(start.name for start in config.starts), *_own_starts(found)))),
+            ("Start weights", "; ".join((", ".join(start.name for start in config.starts), *_own_starts(found)))),
             ("Training", f"{length}, {batch}"),
             ("Intervals", f"95%, {config.evaluation.resamples:,} resamples of patients"),
         ],

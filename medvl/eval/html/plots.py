@@ -251,11 +251,18 @@ def line_plot(
 
 
 def labelled_points(name: str, points: Mapping[str, tuple[float, float]], x_label: str, y_label: str) -> Plot:
-    """Plot named points (x, y) with their names; x is logarithmic."""
+    """Plot named points (x, y) with their names; x is logarithmic where it spans more than a factor of five."""
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
     figure, axes = _canvas((6.4, 3.9))
     for label, (x, y) in points.items():
         axes.plot([x], [y], "o", markersize=4, color=LINE_COLOR)
         axes.annotate(label, (x, y), xytext=(4, 2), textcoords="offset points", fontsize=6.5, color="#334155")
-    axes.set_xscale("log")
+    places = [x for x, _ in points.values()]
+    if max(places) > 5 * min(places):
+        axes.set_xscale("log")
+        axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axes.xaxis.set_major_formatter(FuncFormatter(lambda place, _: f"{place:g}"))
+        axes.xaxis.set_minor_formatter(NullFormatter())
     axes.margins(x=0.12)
     return _finish(name, figure, axes, x_label, y_label)

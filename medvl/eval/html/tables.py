@@ -17,6 +17,9 @@ _MARGIN = 0.04  # space on both sides of the bars, as a share of the axis
 _LATEX = {
     **{character: f"\\{character}" for character in "&%$#_{}"},
     "\\": r"\textbackslash{}",
+    "<": r"\textless{}",
+    ">": r"\textgreater{}",
+    "|": r"\textbar{}",
     "~": r"\textasciitilde{}",
     "^": r"\textasciicircum{}",
     "–": "--",
@@ -155,7 +158,7 @@ def as_latex(table: Table) -> str:
             r"\begin{table}",
             r"\centering",
             rf"\caption{{{_latex(f'{table.title}. {table.caption}'.rstrip())}}}",
-            rf"\begin{{tabular}}{{l{'r' * (len(table.columns) - 1)}}}",
+            rf"\begin{{tabular}}{{l{''.join('l' if words else 'r' for words in table.words()[1:])}}}",
             r"\toprule",
             " & ".join(map(_latex, table.columns)) + r" \\",
             r"\midrule",

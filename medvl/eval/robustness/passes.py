@@ -169,8 +169,7 @@ def score_everything(
         )
         raise EvaluationError(message, "mismatch", field="data")
     if sites and not scorer.names:
-        message = "sites are compared on findings; give the checkpoint of a dual-encoder or a classifier, and labels"
-        raise EvaluationError(message, "unsupported", field="sites")
+        left_out["sites"], sites = "sites are compared on findings, which the model does not score", {}
     findings = ["findings"] if scorer.names else []
     wanted = ["confidence", *findings]
     wanted += ["prompts"] if scorer.prompt_sets else []

@@ -334,6 +334,7 @@ def test_latex_and_markdown_escape_special_characters():
     latex = as_latex(table)
     assert r"\caption{50\% \& more\_. \#1}" in latex
     assert r"\textbf{x\_1} & \textbf{--} \\" in latex
+    assert r" & a\textbar{}b \\" in latex
     assert r"| **x\_1** | **–** |" in as_markdown(table)
     assert r"a\|b" in as_markdown(table)
     assert as_csv(table) == "name,a|b\nx_1,–\n"
@@ -345,5 +346,6 @@ def test_columns_of_words_are_aligned_to_the_left() -> None:
     table = Table(title="T", columns=["", "family", "AUROC", "runs"], rows=rows)
     assert table.words() == [True, True, False, False]
     assert as_markdown(table).splitlines()[3] == "| --- | --- | ---: | ---: |"
+    assert r"\begin{tabular}{llrr}" in as_latex(table)
     empty = Table(title="T", columns=["", "family"], rows=[])
     assert as_markdown(empty).splitlines()[3] == "| --- | ---: |"

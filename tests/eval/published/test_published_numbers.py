@@ -52,6 +52,12 @@ def test_recipes_show_their_numbers(capsys: pytest.CaptureFixture[str]) -> None:
     assert "medvl eval zero-shot --checkpoint runs/carzero-mimic/best --data shards/chexpert/test" in printed
     cli.main(["recipes", "numbers", "umrl"])
     assert "umrl_mimic: no numbers; results are plots" in capsys.readouterr().out
+    cli.main(["list", "recipes", "--match", "*mimic"])
+    printed = capsys.readouterr().out
+    assert "carzero_mimic: CARZero" in printed
+    assert "0.923    CheXpert, test, 500 patients, five findings: AUROC, zero-shot" in printed
+    assert "umrl_mimic: no numbers; results are plots" in printed
+    assert "r2gen_iu" not in printed
     cli.main(["recipes", "list", "--match", "carzero"])
     assert "published numbers: 9" in capsys.readouterr().out
     with raises(EvaluationError, "unknown_name", "recipe"):
