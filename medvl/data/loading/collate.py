@@ -2,9 +2,7 @@
 
 import dataclasses
 import hashlib
-import logging
 import os
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -15,6 +13,7 @@ from torch import Tensor
 
 from medvl.data.knowledge.linker import EntityLinker, pad_entities
 from medvl.data.loading.padding import grouped, pad_rows, stack, stack_some
+from medvl.data.loading.skipped import SkippedSample
 from medvl.data.reports.entities import mirrored_positions, positions_of
 from medvl.data.reports.laterality import swap_laterality
 from medvl.data.reports.sentences import sentence_spans
@@ -26,10 +25,8 @@ from medvl.data.transforms.image import BuiltTransform, ImageTransform, ReadsTex
 from medvl.data.transforms.mirroring import mirror_labels, texts_and_names
 from medvl.data.transforms.statements import SamplePolicy, StatementPolicy, Statements
 from medvl.data.transforms.text import REPORT_SECTIONS, PairPolicy, TextPolicy, choose_sections
-from medvl.errors import BudgetError, ConfigError, ShardError
+from medvl.errors import ConfigError
 from medvl.schema import Batch, Inputs, Sample
-
-_log = logging.getLogger(__name__)
 
 Tokenize = Callable[[Sequence[str]], tuple[Tensor, Tensor]]
 """Function from texts to (ids_BT, mask_BT): a `Tokenizer`, or `no_text` for models without a text encoder."""
@@ -92,16 +89,6 @@ class Views:
 
 _NO_PIXELS = Transformed(np.zeros((0, 0, 1), np.uint8))
 """Image of samples whose regions are read in place of pixels."""
-NO_IMAGE = "no_image"
-"""Reason for skipping a sample without an image, also the code of ImageError. It does not count as unreadable."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class SkippedSample:
-    """A sample that is left out of its batch: an unreadable one, or in evaluation one without an image."""
-
-    key: str
-    reason: str
 
 
 def sample_rng(seed: int, epoch: int, key: str, purpose: str) -> np.random.Generator:
@@ -358,43 +345,6 @@ class Collate:
 def _present(image_HWC: np.ndarray | None) -> np.ndarray:
     assert image_HWC is not None, "the ItemMaker and Collate of a loader have the same inputs"
     return image_HWC
-
-
-class SkipBudget:
-    """Counter of skipped samples by reason, with an upper limit.
-
-    Args:
-        where: folder or address of the data, for messages.
-        max_skipped: below 1 a fraction of all samples, else a number.
-        samples: number of all samples.
-    """
-
-    def __init__(self, where: str, max_skipped: float, samples: int) -> None:
-        self.reasons: Counter[str] = Counter()
-        self._where, self._budget = where, int(max_skipped if max_skipped >= 1 else max_skipped * samples)
-
-    def add(self, skipped: Sequence[SkippedSample]) -> None:
-        """Count skipped samples, and log unreadable ones. Raises BudgetError where these are above the limit."""
-        for sample in skipped:
-            self.reasons[sample.reason] += 1
-            if sample.reason != NO_IMAGE:
-                _log.warning("skipped sample %s: %s", sample.key, sample.reason)
-        unreadable = self.reasons.total() - self.reasons[NO_IMAGE]
-        if unreadable > self._budget:
-            detail = ", ".join(f"{count} {reason}" for reason, count in self.reasons.most_common())
-            state = f"{unreadable} unreadable samples ({detail}), over the budget of {self._budget}"
-            message = f"{self._where}: {state}; run `medvl verify` to list the damage"
-            raise BudgetError(message, "budget", field="max_skipped")
-
-    def check_empty_batch(self, skipped: Sequence[SkippedSample]) -> None:
-        """Raise ShardError for a batch without a readable sample, unless none of its samples has an image."""
-        if all(sample.reason == NO_IMAGE for sample in skipped):
-            return
-        raise ShardError(
-            f"{self._where}: no sample of a batch can be read (first: {skipped[0].key}, {skipped[0].reason}); "
-            "run `medvl verify` to list the damage",
-            "empty",
-        )
 
 
 def init_worker(worker: int) -> None:

@@ -8,8 +8,9 @@ import numpy as np
 from torch.utils.data import Dataset
 
 from medvl.common.ranks import check_ranks
-from medvl.data.loading.collate import SkippedSample, sample_rng
+from medvl.data.loading.collate import sample_rng
 from medvl.data.loading.loader import Loader, batch_sampler, check_settings
+from medvl.data.loading.skipped import SkippedSample
 from medvl.data.loading.sources import Source
 from medvl.data.loading.worker_errors import TIMEOUT
 from medvl.errors import ShardError

@@ -23,10 +23,8 @@ from medvl.schema import Embeddings, Inputs, Losses
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MutualInfoConfig(BertDualConfig):
-    """Settings of the released code: the global part only, with the output of BERT's pooler ([CLS] in the paper).
-
-    `projection_dim` has no effect.
-    """
+    """Settings of the released code: the global part alone, with the output of BERT's pooler in place of the paper's
+    [CLS]. `projection_dim` has no effect."""
 
     image_encoder: str = "resnet256"
     image_size: int = 256
@@ -47,8 +45,7 @@ class MutualInfoConfig(BertDualConfig):
     patch_level: int = -2
     """Stage of the image encoder that regions come from: 8x8x128 of resnet256."""
     text_lr_mult: float = 0.04
-    """Ratio of the text encoder's learning rate to the other parts': 2e-5 over 5e-4. Only the text encoder has
-    weight decay."""
+    """Learning rate of the text encoder, the only part with weight decay, over that of the others: 2e-5 / 5e-4."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
