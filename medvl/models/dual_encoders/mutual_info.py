@@ -23,10 +23,8 @@ from medvl.schema import Embeddings, Inputs, Losses
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MutualInfoConfig(BertDualConfig):
-    """Settings of the released code: the global part only, with the output of BERT's pooler ([CLS] in the paper).
-
-    `projection_dim` has no effect.
-    """
+    """Settings of the released code: the global part only, with the output of BERT's pooler ([CLS] in the paper);
+    `projection_dim` has no effect."""
 
     image_encoder: str = "resnet256"
     image_size: int = 256
@@ -62,9 +60,8 @@ class MutualInfoConfig(BertDualConfig):
 class MutualInfo(SentenceDualEncoder):
     """Lower bounds of mutual information, from critics' scores of all pairs of the batch (section 2).
 
-    The similarity is the weighted sum of the critics' scores; `Embeddings.global_NE` is their input, not L2-normalised.
-    A sentence is the mean of its tokens in the report (the paper encodes each sentence alone). Its score is that of its
-    best region; the scores of sentences are summed.
+    `Embeddings.global_NE` is the critics' input, not L2-normalised. A sentence is the mean of its tokens in the report
+    (the paper encodes it alone). Its score is that of its best region; the scores of sentences are summed.
     """
 
     Config = MutualInfoConfig
