@@ -14,8 +14,6 @@ from pathlib import Path
 from typing import Any
 from urllib.error import URLError
 
-import safetensors
-import safetensors.torch
 import torch
 from torch import Tensor, nn
 
@@ -176,6 +174,9 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
 
 
 def _read_safetensors(path: Path) -> dict[str, Tensor]:
+    import safetensors
+    import safetensors.torch
+
     try:
         tensors: dict[str, Tensor] = safetensors.torch.load_file(path)
     except (safetensors.SafetensorError, OSError, ValueError) as error:

@@ -92,7 +92,7 @@ def test_json_is_bounded() -> None:
 
 ROOT = Path(__file__).parents[2] / "medvl"
 OWN_JSON = {
-    *("benchmark/estimate", "benchmark/execute", "benchmark/pages/curves", "benchmark/store"),
+    *("benchmark/estimate", "benchmark/store"),
     *("common/untrusted", "data/corpora/common/record_file", "data/loading/latents"),
     *("eval/core/full_pass", "eval/probing/features"),
     *("export/exporters/zero_shot", "inference/folder"),

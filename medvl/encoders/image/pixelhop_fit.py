@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from safetensors.torch import save_file
 from torch import Tensor
 
 from medvl.encoders.image.encoder import ImageEncoder
@@ -211,6 +210,8 @@ def _fit_tokens(net: Any, images: Callable[[], Iterable[Tensor]], settings: Pixe
 
 def save_pixelhop(encoder: ImageEncoder, folder: Path, fitted: Mapping[str, Any]) -> None:
     """Write `model.safetensors` and `config.json`, with `fitted`: settings, images, and the hash of the shards."""
+    from safetensors.torch import save_file
+
     folder.mkdir(parents=True, exist_ok=True)
     save_file({name: tensor.contiguous() for name, tensor in encoder.state_dict().items()}, folder / WEIGHTS)
     content = {"encoder": encoder.config, "fitted": dict(fitted)}

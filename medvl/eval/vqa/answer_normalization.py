@@ -19,7 +19,7 @@ from medvl.errors import EvaluationError
 
 Normalizer = Callable[[str], str]
 
-NORMALIZER = "medvl-1"
+NORMALIZER = "medvl-2"
 """Name of `normalize_answer`; any change of its behavior requires a new name."""
 
 _NUMBERS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")
@@ -44,6 +44,13 @@ def normalize_answer(text: str) -> str:
     spaces. Decimals (3.5 cm), signs, ranges (3-5) and slashes (A/P) are kept. An article is removed only at the start
     ("the right lung", not "vitamin A"), and a number word becomes a digit only if it is the complete answer ("two").
     """
+    while (normalized := _apply_rules(text)) != text:  # a rule may make room for an earlier one: "a..0", "a-p-l"
+        text = normalized
+    return text
+
+
+def _apply_rules(text: str) -> str:
+    """Return the text after one pass of all rules."""
     text = unicodedata.normalize("NFKC", text).lower()
     text = _DASHES.sub("-", _QUOTES.sub("", text))
     text = _X_RAY.sub(r"x ray\1", text)

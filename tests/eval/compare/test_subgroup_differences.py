@@ -34,7 +34,7 @@ from medvl.eval.masked_prediction.words import HiddenWord, Sentences
 from medvl.eval.matching.evaluate import Items, MatchingResult, matching_groups
 from medvl.eval.probing.evaluate import ProbeResult
 from medvl.eval.report_generation.evaluate import GeneratedReport, evaluate_reports
-from medvl.eval.retrieval.by_class import Asked, ClassRetrievalResult, Queries, precision_metrics
+from medvl.eval.retrieval.by_class import ClassRetrievalResult, Queries, Query, precision_metrics
 from medvl.eval.retrieval.image_text import Gallery, RetrievalResult, rank_rows
 from medvl.eval.vqa.evaluate import evaluate_answers
 from medvl.eval.vqa.predictions import Prediction
@@ -88,7 +88,7 @@ def retrieval(worse_N: np.ndarray) -> Made:
 
 def by_class(worse_N: np.ndarray) -> Made:
     """Of the five nearest images all have the class, or none."""
-    asked = [Asked(sample.key, sample.patient, subgroups_of(sample)) for sample in SAMPLES]
+    asked = [Query(sample.key, sample.patient, subgroups_of(sample)) for sample in SAMPLES]
     precision_Q1 = np.where(worse_N, 0.0, 1.0)[:, None]
     queries = Queries("", {5: precision_Q1}, np.ones((COUNT, 1)), asked)
     results = results_of("image_retrieval", [precision_metrics(5, precision_Q1, ["Edema"], "")], ks=[5])

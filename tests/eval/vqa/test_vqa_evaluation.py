@@ -155,7 +155,7 @@ def test_results_and_predictions_are_written_and_read(tmp_path):
     result = evaluate_answers(DATA, GOLD, resamples=10, inputs={"checkpoint": "f" * 64})
     medvl.eval.write_results(result.results, tmp_path, result.predictions())
     written = read_results(tmp_path)
-    assert written.config["rules"]["normalizer"] == "medvl-1"
+    assert written.config["rules"]["normalizer"] == "medvl-2"
     assert written.config["vocabulary_size"] == 4
     assert (written.inputs["checkpoint"], len(written.inputs["questions"])) == ("f" * 64, 64)
     assert written.row("accuracy", "overall").value == result.results.row("accuracy", "overall").value
@@ -348,7 +348,7 @@ def rad(real_data):
 @pytest.mark.parametrize(
     ("normalizer", "train", "everything", "unseen", "closed", "opened"),
     [("raw", 514, 557, 48, 6, 42), ("lower", 476, 517, 47, 6, 41), ("vqa_v2", 461, 498, 44, 6, 38),
-     ("mevf", 458, 494, 43, 6, 37), ("mumc", 470, 509, 45, 6, 39), ("medvl-1", 459, 495, 43, 6, 37)],
+     ("mevf", 458, 494, 43, 6, 37), ("mumc", 470, 509, 45, 6, 39), ("medvl-2", 459, 495, 43, 6, 37)],
 )  # fmt: skip
 def test_vqa_rad_vocabularies_have_their_known_sizes(rad, normalizer, train, everything, unseen, closed, opened):
     own = AnswerVocabulary.build(rad.questions, VQAProtocol(name="x", normalizer=normalizer))

@@ -140,7 +140,7 @@ def test_page_shows_data_protocol_and_hashes(page: Path, result: VQAResult) -> N
         f"vqa-rad, official split, test (sha256 {str(result.results.inputs['questions'])[:12]})",
         f"3 of train (sha256 {str(result.results.inputs['vocabulary'])[:12]})",
         f"dual_stream (sha256 {'ab' * 6})",
-        "equal to the data set's answer, after normalization (medvl-1)",
+        "equal to the data set's answer, after normalization (medvl-2)",
         "by the data set's own field",
         "95%, 20 resamples of images, seed 0",
         "not for clinical use",

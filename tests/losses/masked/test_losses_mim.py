@@ -176,8 +176,8 @@ def test_masks_depend_on_the_generator_only() -> None:
         (lambda: mask(ratio=-0.1), "expected a ratio"),
         (lambda: mask(patches=2, ratio=0.9), "expected a ratio"),
         (lambda: patchify(torch.zeros(1, 3, 10, 12), 4), "10 x 12 pixels does not divide into patches of 4"),
-        (lambda: unpatchify(torch.zeros(1, 6, 48), 4, (2, 2)), "no 2 x 2 grid"),
-        (lambda: unpatchify(torch.zeros(1, 6, 50), 4, (2, 3)), "no 2 x 3 grid"),
+        (lambda: unpatchify(torch.zeros(1, 6, 48), 4, (2, 2)), "not a 2 x 2 grid"),
+        (lambda: unpatchify(torch.zeros(1, 6, 50), 4, (2, 3)), "not a 2 x 3 grid"),
         (lambda: standardize(torch.zeros(1, 4, 1)), "no variance"),
         (
             lambda: losses.mim(torch.zeros(1, 4, 3), torch.zeros(1, 4, 2), torch.zeros(1, 4).bool()),
