@@ -78,14 +78,14 @@ def compare(loss: str, options: argparse.Namespace) -> None:
         print(f"  difference, {name:6} {difference.item():8.1e} of the largest {kind}")
 
 
-def in_precision(form: Form, precision: str) -> Form:
+def in_precision(form: Callable[..., Tensor], precision: str) -> Callable[..., Tensor]:
     """Return the form as a training run in this precision calls it."""
     if precision == "fp32":
         return form
 
-    def function(scale: Tensor, image_BE: Tensor, text_BE: Tensor) -> Tensor:
-        with torch.autocast(scale.device.type, torch.bfloat16):
-            return form(scale, image_BE, text_BE)
+    def function(*leaves: Tensor) -> Tensor:
+        with torch.autocast(leaves[0].device.type, torch.bfloat16):
+            return form(*leaves)
 
     return function
 

@@ -137,23 +137,12 @@ def write_data(folder: Path, patients: int, size: int) -> None:
 
 def medvl_settings(folder: Path, options: argparse.Namespace) -> Settings:
     """Return the settings of a medvl run with this model and data."""
-    sizes = model_sizes(options.model)
-    side = sizes["vision_cfg"]["image_size"]
-    small = options.model == "small"
-    tower = f"open_clip:{'custom' if small else options.model}"
-    model = CLIPConfig(
-        image_encoder=tower,
-        image_arguments=SMALL_IMAGE if small else {},
-        text_encoder=tower,
-        text_arguments=SMALL_TEXT if small else {},
-        image_size=side,
-        vocab_size=sizes["text_cfg"]["vocab_size"],
-    )
+    model = clip_config(options.model)
     data = DataConfig(
         train=str(folder / "shards/train"),
         valid=None,
         text=WholeText(sections=("impression",)),
-        image=EvalTransform(size=side),
+        image=EvalTransform(size=model.image_size),
         workers=options.workers,
     )
     return Settings(
@@ -168,6 +157,37 @@ def medvl_settings(folder: Path, options: argparse.Namespace) -> Settings:
             compile=options.compile,
         ),
     )
+
+
+def clip_config(name: str) -> CLIPConfig:
+    """Return medvl's CLIP with the sizes of an open_clip model, or of the small one."""
+    sizes, small = model_sizes(name), name == "small"
+    tower = f"open_clip:{'custom' if small else name}"
+    return CLIPConfig(
+        image_encoder=tower,
+        image_arguments=SMALL_IMAGE if small else {},
+        text_encoder=tower,
+        text_arguments=SMALL_TEXT if small else {},
+        image_size=sizes["vision_cfg"]["image_size"],
+        vocab_size=sizes["text_cfg"]["vocab_size"],
+    )
+
+
+def clip_batch(side: int, count: int) -> tuple[Batch, tuple[Tensor, Tensor]]:
+    """Return random inputs with full texts, as medvl's batch of grey images and as open_clip's images and ids."""
+    generator, vocabulary = torch.Generator().manual_seed(0), 49407
+    grey_BCHW = torch.randint(0, 256, (count, 1, side, side), dtype=torch.uint8, generator=generator)
+    ids_BT = torch.randint(1, vocabulary, (count, CONTEXT), generator=generator)
+    ids_BT[:, -1] = vocabulary
+    batch = Batch(
+        keys=[str(row) for row in range(count)],
+        image_BCHW=grey_BCHW,
+        ids_BT=ids_BT,
+        mask_BT=torch.ones_like(ids_BT, dtype=torch.bool),
+        labels_BL=torch.zeros(count, 0),
+        texts=[""] * count,
+    )
+    return batch, ((grey_BCHW.float() / 255).expand(-1, 3, -1, -1).contiguous(), ids_BT)
 
 
 def medvl_run(settings: Settings) -> Run:
@@ -213,21 +233,8 @@ def steps(settings: Settings, options: argparse.Namespace, world: RankInfo) -> d
     parameters = [sum(parameter.numel() for parameter in each.model.parameters()) for each in (ours, theirs)]
     if parameters[0] != parameters[1]:
         raise SystemExit(f"expected equal models, got {parameters[0]} and {parameters[1]} parameters")
-    generator = torch.Generator().manual_seed(0)
-    side, vocabulary = settings.model.image_size, 49407
-    grey_BCHW = torch.randint(0, 256, (options.batch, 1, side, side), dtype=torch.uint8, generator=generator)
-    ids_BT = torch.randint(1, vocabulary, (options.batch, CONTEXT), generator=generator)
-    ids_BT[:, -1] = vocabulary
-    batch = Batch(
-        keys=[str(row) for row in range(options.batch)],
-        image_BCHW=grey_BCHW,
-        ids_BT=ids_BT,
-        mask_BT=torch.ones_like(ids_BT, dtype=torch.bool),
-        labels_BL=torch.zeros(options.batch, 0),
-        texts=[""] * options.batch,
-    ).to(world.device)
-    images_BCHW = (grey_BCHW.float() / 255).expand(-1, 3, -1, -1).contiguous().to(world.device)
-    pair = images_BCHW, ids_BT.to(world.device)
+    batch, pair = clip_batch(settings.model.image_size, options.batch)
+    batch, pair = batch.to(world.device), (pair[0].to(world.device), pair[1].to(world.device))
 
     def rate(step: Callable[[], object]) -> Rate:
         def pairs() -> Iterator[int]:
@@ -248,7 +255,12 @@ def steps(settings: Settings, options: argparse.Namespace, world: RankInfo) -> d
 def trainer_rate(theirs: OpenClip, batches: Iterable[tuple[Tensor, Tensor]], options: argparse.Namespace) -> float:
     """Return pairs per second from the second step on; the first one waits for the workers."""
     step_times: list[float] = []
-    theirs.trainer(batches, options.steps + 1, step_times)
+
+    def mark() -> None:
+        synchronize(theirs.world.device)
+        step_times.append(CLOCKS[options.clock]())
+
+    theirs.trainer(batches, options.steps + 1, mark)
     return options.steps * options.batch / (step_times[-1] - step_times[1])
 
 

@@ -13,8 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-# Internals on purpose: both contenders are timed and run with the same device and precision code.
-from medvl.train.doctor.timers import synchronize
+# Internals on purpose: both contenders run with the same device and precision code.
 from medvl.train.optim.precision import Precision
 from medvl.train.parallel.distributed import RankInfo
 
@@ -38,7 +37,7 @@ def model_sizes(model: str) -> dict[str, Any]:
 class OpenClip:
     """open_clip's model with its own trainer and with a plain training step."""
 
-    def __init__(self, options: argparse.Namespace, world: RankInfo) -> None:
+    def __init__(self, options: argparse.Namespace, world: RankInfo, *, fused: bool = False) -> None:
         import open_clip
 
         sizes = model_sizes(options.model)
@@ -49,39 +48,37 @@ class OpenClip:
         no_decay = [parameter for parameter in self.model.parameters() if parameter.ndim < 2]
         weights = [parameter for parameter in self.model.parameters() if parameter.ndim >= 2]
         groups = [{"params": no_decay, "weight_decay": 0.0}, {"params": weights, "weight_decay": WEIGHT_DECAY}]
-        self.optimizer = torch.optim.AdamW(groups, lr=LR, betas=(0.9, 0.98), eps=1e-6)
+        self.optimizer = torch.optim.AdamW(groups, lr=LR, betas=(0.9, 0.98), eps=1e-6, fused=fused or None)
         self.arguments = SimpleNamespace(
             device=str(world.device), precision="amp_bf16" if options.precision == "bf16" else "fp32", distill=False,
             accum_freq=1, skip_scheduler=False, horovod=False, grad_clip_norm=None, log_every_n_steps=100, rank=0,
             local_rank=0, log_local=False, world_size=1, batch_size=options.batch, wandb=False,
         )  # fmt: skip
-        self.autocast, self.clock = Precision(options.precision, world.device).autocast, CLOCKS[options.clock]
+        self.autocast = Precision(options.precision, world.device).autocast
 
-    def trainer(self, batches: Iterable[tuple[Tensor, Tensor]], steps: int, step_times: list[float]) -> None:
-        """Run `open_clip_train.train.train_one_epoch`, appending the start time of each step to `step_times`."""
+    def trainer(self, batches: Iterable[tuple[Tensor, Tensor]], steps: int, mark: Callable[[], None]) -> None:
+        """Run `open_clip_train.train.train_one_epoch`; call `mark` before each step and after the last one."""
         loader = SizedLoader(batches, steps, self.arguments.batch_size)
         data = {"train": SimpleNamespace(dataloader=loader, set_epoch=lambda epoch: None)}
-
-        def scheduler(step: int) -> None:
-            synchronize(self.world.device)
-            step_times.append(self.clock())
-
         self.train_one_epoch(
-            self.compiled, data, self.loss, 0, self.optimizer, None, scheduler, None, self.arguments, tb_writer=None
+            *(self.compiled, data, self.loss, 0, self.optimizer, None, lambda step: mark(), None, self.arguments),
+            tb_writer=None,
         )
-        synchronize(self.world.device)
-        step_times.append(self.clock())
+        mark()
 
     def plain(self, images_BCHW: Tensor, ids_BT: Tensor) -> float:
         """Run a training step as in tutorials."""
         device = self.world.device
-        images_BCHW, ids_BT = images_BCHW.to(device), ids_BT.to(device)
+        return self.bare(images_BCHW.to(device), ids_BT.to(device)).item()
+
+    def bare(self, images_BCHW: Tensor, ids_BT: Tensor) -> Tensor:
+        """Run a training step on inputs that are on the device, without waiting for it; return the loss."""
         self.optimizer.zero_grad()
         with self.autocast():
-            loss = self.loss(**self.compiled(images_BCHW, ids_BT))
+            loss: Tensor = self.loss(**self.compiled(images_BCHW, ids_BT))
         loss.backward()
         self.optimizer.step()
-        return loss.item()
+        return loss.detach()
 
 
 class SizedLoader:

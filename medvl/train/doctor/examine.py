@@ -128,9 +128,9 @@ def _measure(training: Training, run: Run, workers: int, seconds: float) -> Exam
     updates += [list(stream.take(next(numbers))) for _ in range(1, kept)]
     step = _measure_step(training, updates, seconds)
     prefetched = -(-_PREFETCHED * workers // config.accumulate)
-    loader_rate = _loader_rate(training, numbers, prefetched, seconds)
+    loader_rate = measure_loader(training, numbers, prefetched, seconds)
     stream.side = side
-    rate, wait_share = _rate(training, numbers, seconds)
+    rate, wait_share = measure_run(training, numbers, seconds)
     loader, on_gpu = run.data.train, device.type == "cuda"
     return Examination(
         device=torch.cuda.get_device_name(device) if on_gpu else "CPU",
@@ -183,7 +183,7 @@ def _measure_step(training: Training, updates: Sequence[list[Batch]], seconds: f
     }
 
 
-def _loader_rate(training: Training, numbers: Iterator[int], prefetched: int, seconds: float) -> float:
+def measure_loader(training: Training, numbers: Iterator[int], prefetched: int, seconds: float) -> float:
     """Return pairs per second of the loader alone, after its prefetched updates are consumed."""
     for _ in range(prefetched):
         _ = list(training.state.stream.take(next(numbers)))
@@ -193,7 +193,7 @@ def _loader_rate(training: Training, numbers: Iterator[int], prefetched: int, se
     return pairs / (time.perf_counter() - started)
 
 
-def _rate(training: Training, numbers: Iterator[int], seconds: float) -> tuple[float, float]:
+def measure_run(training: Training, numbers: Iterator[int], seconds: float) -> tuple[float, float]:
     """Return pairs per second of the run, and the fraction of time that it waited for the loader."""
     stream, device = training.state.stream, training.state.ranks.device
 
