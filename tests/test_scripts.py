@@ -38,6 +38,7 @@ HELP = {
     **dict.fromkeys(("slake", "vqa_rad", "zeroshot_chexpert"), "run by tests of medvl.eval"),
     **dict.fromkeys(("fault_matrix", "fuzz", "soak"), "run tests; by a test of its own; trains for minutes"),
     **dict.fromkeys(("compare_berthop", "compare_segmentation"), "train for minutes"),
+    "benchmark_gpu": "run by a test of its own",
     **dict.fromkeys(("build_docs", "pretraining_helps", "results"), "need medvl[docs], a checkpoint, results of runs"),
 }
 """Scripts of which only the help is printed, and why."""

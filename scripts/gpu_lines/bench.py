@@ -1,0 +1,104 @@
+"""What all lines share: device, sizes, time limit, and the shards of phantom images."""
+
+import contextlib
+import dataclasses
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import FrameType
+from typing import TypeVar
+
+import torch
+
+from gpu_lines.phantom_shards import FULL, TINY, DataSize
+from medvl.train.parallel.distributed import RankInfo  # internal: the lines run parts of the training loop alone
+
+T = TypeVar("T")
+
+
+class OutOfTime(BaseException):
+    """Raised within a line at the total time limit.
+
+    It is no `Exception`, so that contenders, which record their errors, do not take it for one.
+    """
+
+
+@dataclasses.dataclass(kw_only=True)
+class Bench:
+    """State of one call."""
+
+    ranks: RankInfo
+    dry_run: bool
+    """Whether sizes are tiny and nothing is compiled."""
+    folder: Path
+    """Temporary folder."""
+    end: float
+    """Time limit, on the clock of `time.monotonic`."""
+    ceiling_tflops: float = 0.0
+    """Measured rate of a large bf16 matrix product."""
+    _maker: "subprocess.Popen[bytes] | None" = None
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the models."""
+        return self.ranks.device
+
+    def size(self, full: T, tiny: T) -> T:
+        """Return the size to measure, or that of a dry run."""
+        return tiny if self.dry_run else full
+
+    def remaining(self) -> float:
+        """Return the seconds until the time limit."""
+        return self.end - time.monotonic()
+
+    @property
+    def data_size(self) -> DataSize:
+        """Number and size of the phantom images."""
+        return self.size(FULL, TINY)
+
+    def start_data(self) -> None:
+        """Start to write the shards in another process, unless they exist; nothing may be timed before `data`."""
+        if self._maker is None:
+            program = Path(__file__).parent / "phantom_shards.py"
+            size = self.data_size
+            command = [sys.executable, str(program), str(self.folder / "data"), str(size.patients), str(size.pixels)]
+            with self._maker_log.open("wb") as log:
+                self._maker = subprocess.Popen(command, stdout=log, stderr=log)
+
+    def data(self) -> Path:
+        """Return the folder of training shards, after they are written. Raises RuntimeError if that failed."""
+        self.start_data()
+        assert self._maker is not None
+        if self._maker.wait():
+            end = self._maker_log.read_text(errors="replace")[-300:]
+            raise RuntimeError(f"phantom_shards.py ended with status {self._maker.returncode}: {end}")
+        return self.folder / "data" / "shards" / "train"
+
+    @property
+    def _maker_log(self) -> Path:
+        return self.folder / "phantom_shards.log"
+
+    def close(self) -> None:
+        """End the process that writes shards, if it still runs."""
+        if self._maker is not None and self._maker.poll() is None:
+            self._maker.terminate()
+            self._maker.wait()
+
+
+@contextlib.contextmanager
+def time_limit(seconds: float) -> Iterator[None]:
+    """Raise OutOfTime in this block after so many seconds. Only for the main thread."""
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        raise OutOfTime
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.setitimer(signal.ITIMER_REAL, max(0.001, seconds))
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)

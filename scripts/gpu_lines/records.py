@@ -1,0 +1,170 @@
+"""Records of measured lines in a folder, and the Markdown tables made of them."""
+
+import dataclasses
+import datetime
+import json
+import subprocess
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from gpu_lines.line import Goal, Line, Report, Row
+from gpu_lines.profiling import KINDS
+from medvl.common.files import write_atomic  # internal: a record is complete or absent
+
+ROOT = Path(__file__).parents[2]
+_DASH = "–"
+
+
+@dataclasses.dataclass(kw_only=True)
+class Record:
+    """Result of one line in the folder of a call."""
+
+    line: str
+    context: dict[str, Any]
+    """Device, versions, commit, date, and whether sizes were tiny."""
+    seconds: float
+    report: Report | None = None
+    error: str | None = None
+    """Error that ended the line; a later call measures it again."""
+    unavailable: str | None = None
+    """Reason why this machine cannot measure the line."""
+
+
+def context_of(device: torch.device, ceiling: float, dry_run: bool) -> dict[str, Any]:
+    """Return the facts about a call that its figures depend on."""
+    import torchvision
+    import transformers
+
+    command = ["git", "rev-parse", "--short", "HEAD"]
+    found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)  # a copy has no commit
+    return {
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU",
+        "ceiling_tflops": ceiling,
+        "torch": torch.__version__,
+        "cudnn": torch.backends.cudnn.version() if device.type == "cuda" else None,
+        "torchvision": torchvision.__version__,
+        "transformers": transformers.__version__,
+        "commit": found.stdout.strip() or "unknown",
+        "date": datetime.date.today().isoformat(),
+        "dry_run": dry_run,
+    }
+
+
+def write_record(folder: Path, record: Record) -> None:
+    """Write a record, all of it or nothing."""
+    write_atomic(folder / f"{record.line}.json", json.dumps(dataclasses.asdict(record), indent=1) + "\n")
+
+
+def read_records(folder: Path, lines: Iterable[Line], dry_run: bool) -> dict[str, Record]:
+    """Return the records of a folder by line. Raises ValueError where tiny and full sizes would be mixed."""
+    records = {}
+    for line in lines:
+        path = folder / f"{line.name}.json"
+        if not path.is_file():
+            continue
+        values = json.loads(path.read_text(encoding="utf-8"))
+        if values["context"]["dry_run"] != dry_run:
+            kind = "a dry run" if values["context"]["dry_run"] else "a measurement"
+            raise ValueError(f"{path} is of {kind}; give another --out")
+        if (report := values.pop("report")) is not None:
+            values["report"] = Report(**{**report, "rows": [Row(**row) for row in report["rows"]]})
+        records[line.name] = Record(**values)
+    return records
+
+
+def page(lines: Sequence[Line], records: Mapping[str, Record], notes: Mapping[str, str]) -> str:
+    """Return the tables of all lines: targets, measurements, and profiles.
+
+    `notes` has the reasons for lines without a record.
+    """
+    parts = [goals_table(lines, records, notes), rows_table(lines, records), profiles_table(lines, records)]
+    contexts = [record.context for record in records.values()]
+    return "\n\n".join(part for part in (*parts, _provenance(contexts)) if part)
+
+
+def goals_table(lines: Sequence[Line], records: Mapping[str, Record], notes: Mapping[str, str]) -> str:
+    """Return the table of figures and targets; every line has at least one row."""
+    rows = []
+    for line in lines:
+        record = records.get(line.name)
+        report = None if record is None else record.report
+        first = [f"`{line.name}`", line.measures]
+        if report is None:
+            rows.append([*first, _DASH, _reason(record, notes.get(line.name)), line.stock])
+            continue
+        rows += [
+            [*first, str(goal), _outcome(goal, report.figures.get(goal.figure)), line.stock] for goal in line.goals
+        ]
+        targeted = {goal.figure for goal in line.goals}
+        others = {name: value for name, value in report.figures.items() if name not in targeted}
+        text = "; ".join([*(f"{value:,.4g} {name}" for name, value in others.items()), *report.notes])
+        if text or not line.goals:
+            rows.append([*first, _DASH, text or _DASH, line.stock])
+    return _table(["line", "what it measures", "target", "measured", "stock figure on one H200"], rows)
+
+
+def rows_table(lines: Sequence[Line], records: Mapping[str, Record]) -> str:
+    """Return the table of all contenders."""
+    rows = []
+    for line, row in _rows(lines, records):
+        rate = _DASH if row.rate is None else f"{row.rate:,.4g} {row.unit}"
+        spread = _DASH if row.ms is None else f"{row.ms:.4g} [{row.ms_p10:.4g}, {row.ms_p90:.4g}]"
+        mfu = _DASH if row.mfu is None else f"{row.mfu:.1%}"
+        numbers = [_number(value) for value in (row.host_ms, row.gb, row.tflops)]
+        cells = [f"`{line.name}`", row.contender, rate, spread, *numbers, mfu, _number(row.first_step_seconds)]
+        rows.append(cells if row.error is None else [*cells[:2], row.error, *[_DASH] * 6])
+    titles = ["line", "contender", "rate", "ms of a step, median [10 %, 90 %]", "ms by the host's clock"]
+    return _table([*titles, "peak memory, GB", "TFLOP/s", "MFU", "first step, s"], rows) if rows else ""
+
+
+def profiles_table(lines: Sequence[Line], records: Mapping[str, Record]) -> str:
+    """Return the table of profiles: the share of each kind of kernel, the idle share, and the longest kernels."""
+    rows = []
+    for line, row in _rows(lines, records):
+        if row.profile is None or not row.profile["kernels"]:
+            continue
+        shares = [f"{row.profile['shares'][kind]:.0%}" for kind in KINDS]
+        longest = "; ".join(f"{each['name'][:60]} {each['share']:.0%}" for each in row.profile["kernels"][:3])
+        rows.append([f"`{line.name}`", row.contender, *shares, f"{row.profile['idle']:.0%}", longest.replace("|", "/")])
+    return _table(["line", "contender", *KINDS, "idle", "longest kernels"], rows) if rows else ""
+
+
+def _rows(lines: Sequence[Line], records: Mapping[str, Record]) -> list[tuple[Line, Row]]:
+    reports = [(line, records[line.name].report) for line in lines if line.name in records]
+    return [(line, row) for line, report in reports if report is not None for row in report.rows]
+
+
+def _reason(record: Record | None, note: str | None) -> str:
+    if record is None:
+        return note or "not measured"
+    return f"not available: {record.unavailable}" if record.unavailable else f"failed: {record.error}"
+
+
+def _outcome(goal: Goal, value: float | None) -> str:
+    if value is None:
+        return "not measured"
+    return f"{value:,.4g}, {'met' if goal.is_met(value) else 'not met'}"
+
+
+def _number(value: float | None) -> str:
+    return _DASH if value is None else f"{value:.4g}"
+
+
+def _table(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in (titles, ["---"] * len(titles), *rows))
+
+
+def _provenance(contexts: Sequence[Mapping[str, Any]]) -> str:
+    """Return one sentence for each set of device, versions and commit."""
+    sentences = []
+    for each in contexts:
+        sizes = " Tiny sizes: these figures say nothing about speed." if each["dry_run"] else ""
+        versions = f"torch {each['torch']}, cuDNN {each['cudnn']}, torchvision {each['torchvision']}"
+        sentences.append(
+            f"Commit {each['commit']}, {each['date']}, {each['device']}, bf16 matrix product "
+            f"{each['ceiling_tflops']:.4g} TFLOP/s; {versions}, transformers {each['transformers']}.{sizes}"
+        )
+    return "\n".join(dict.fromkeys(sentences))

@@ -1,0 +1,256 @@
+"""`scripts/benchmark_gpu.py` at tiny sizes on a CPU: every line works, records, limits, profiles and tables."""
+
+import dataclasses
+import itertools
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parents[1]
+pytest.importorskip("open_clip_train")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _scripts() -> Iterator[None]:
+    """The folder of the scripts, from which they import each other, on the path of this module's tests alone."""
+    sys.path.insert(0, str(ROOT / "scripts"))
+    yield
+    sys.path.remove(str(ROOT / "scripts"))
+
+
+@pytest.fixture
+def command() -> ModuleType:
+    import benchmark_gpu
+
+    return benchmark_gpu
+
+
+def records_in(folder: Path) -> dict[str, Any]:
+    return {path.stem: json.loads(path.read_text()) for path in folder.glob("*.json")}
+
+
+@pytest.mark.slow
+def test_every_line_works(command: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """All but `clip-b16`, whose code is that of `clip-b32`, and the sweep over systems."""
+    names = [line.name for line in command.LINES if line.name not in ("clip-b16", "systems")]
+    assert len(names) == 13
+    assert command.main(["--dry-run", "--out", str(tmp_path), "--lines", *names]) == 0
+    table, records = capsys.readouterr().out, records_in(tmp_path)
+    assert sorted(records) == sorted(names)
+    assert (tmp_path / "table.md").read_text() == table
+    assert "not available: torchvision" in table or records["nvjpeg"]["report"] is not None
+    for name in set(names) - {"nvjpeg"}:
+        rows = records[name]["report"]["rows"]
+        assert all(row["error"] is None and row["rate"] > 0 for row in rows), name
+        assert f"| `{name}` |" in table
+        for row in rows:
+            if row["ms"] is not None:
+                assert row["ms_p10"] <= row["ms"] <= row["ms_p90"]
+                assert row["profile"]["kernels"]
+                assert sum(row["profile"]["shares"].values()) == pytest.approx(1)
+    for name in ("convirt", "clip-b32", "convirt-lengths", "bert"):
+        assert any(row["mfu"] for row in records[name]["report"]["rows"]), name
+    assert "Tiny sizes" in table
+
+
+def fake_line(name: str, function: Callable[[Any], Any], seconds: float = 1.0) -> Any:
+    from gpu_lines.line import Goal, Line
+
+    goals = (Goal(figure="pairs/s", value=5), Goal(figure="ms", value=1, at_most=True))
+    return Line(name=name, measures="a test", goals=goals, stock="4", seconds=seconds, function=function)
+
+
+def fake_lines(command: ModuleType, monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
+    """Replace the lines by one that works, one that fails at first, and one that this machine cannot measure."""
+    from gpu_lines.line import Row, SkipLine, report
+
+    calls = {"good": 0, "bad": 0, "absent": 0}
+
+    def good(bench: Any) -> Any:
+        calls["good"] += 1
+        return report([Row(contender="medvl", rate=6.0)], {"pairs/s": 6.0, "ms": None}, "a note")
+
+    def bad(bench: Any) -> Any:
+        calls["bad"] += 1
+        if calls["bad"] == 1:
+            raise RuntimeError("out of\nmemory")
+        return report([Row(contender="medvl", error="RuntimeError: no kernel")], {})
+
+    def absent(bench: Any) -> Any:
+        calls["absent"] += 1
+        raise SkipLine("no such unit")
+
+    lines = (fake_line("bad", bad), fake_line("good", good), fake_line("absent", absent))
+    monkeypatch.setattr(command, "LINES", lines)
+    monkeypatch.setattr(
+        command, "select", lambda patterns: [line for line in lines if line.name in patterns or not patterns]
+    )
+    return calls
+
+
+def test_failures_are_recorded_and_repeated(
+    command: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    calls, arguments = fake_lines(command, monkeypatch), ["--dry-run", "--out", str(tmp_path)]
+    assert command.main(arguments) == 1
+    first = capsys.readouterr().out
+    assert calls == {"good": 1, "bad": 1, "absent": 1}
+    assert "failed: RuntimeError: out of memory" in first
+    assert "| at least 5 pairs/s | 6, met |" in first
+    assert "| at most 1 ms | not measured |" in first
+    assert "not available: no such unit" in first
+    assert command.main(arguments) == 0
+    second = capsys.readouterr().out
+    assert calls == {"good": 1, "bad": 2, "absent": 1}
+    assert "RuntimeError: no kernel" in second
+    assert command.main(arguments) == 0
+    assert capsys.readouterr().out == second
+    assert calls == {"good": 1, "bad": 2, "absent": 1}
+
+
+def test_a_line_without_time_is_left_out(
+    command: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    calls = fake_lines(command, monkeypatch)
+    assert command.main(["--dry-run", "--out", str(tmp_path), "--minutes", "0"]) == 0
+    assert set(calls.values()) == {0}
+    assert capsys.readouterr().out.count("not measured: about 0 s needed, 0 s left") == 3
+    assert not records_in(tmp_path)
+
+
+def test_the_time_limit_ends_a_line(command: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The contenders of a line record their errors, but do not take the end of the time for one."""
+    from gpu_lines.timing import Contender, measure_in_turns, repeat
+
+    def endless(bench: Any) -> Any:
+        run = repeat(lambda number: time.sleep(60))
+        return measure_in_turns(bench, [Contender(name="slow", build=lambda: run, samples=1)])
+
+    lines = (fake_line("endless", endless),)
+    monkeypatch.setattr(command, "LINES", lines)
+    monkeypatch.setattr(command, "select", lambda patterns: list(lines))
+    started = time.monotonic()
+    assert command.main(["--dry-run", "--out", str(tmp_path), "--minutes", "0.02"]) == 0
+    assert time.monotonic() - started < 50
+    assert "the time limit was reached within this line" in (tmp_path / "table.md").read_text()
+
+
+def test_tiny_and_full_sizes_are_not_mixed(
+    command: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake_lines(command, monkeypatch)
+    command.main(["--dry-run", "--out", str(tmp_path)])
+    with pytest.raises(SystemExit, match="is of a dry run; give another --out"):
+        command.main(["--out", str(tmp_path)])
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the machine has a GPU")
+def test_a_measurement_needs_a_gpu(command: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_lines(command, monkeypatch)
+    with pytest.raises(SystemExit, match="no GPU was found"):
+        command.main(["--out", str(tmp_path)])
+
+
+def test_tables_are_written_to_the_document(
+    command: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake_lines(command, monkeypatch)
+    document = tmp_path / "PERFORMANCE.md"
+    document.write_text("before\n<!-- table gpu -->\nold\n<!-- end -->\nafter\n")
+    monkeypatch.setattr(command, "DOCUMENT", document)
+    command.main(["--dry-run", "--out", str(tmp_path / "out")])
+    assert "old" in document.read_text()
+    command.main(["--dry-run", "--out", str(tmp_path / "out"), "--write"])
+    text = document.read_text()
+    assert text.startswith("before\n<!-- table gpu -->\n| line |")
+    assert text.endswith("<!-- end -->\nafter\n")
+    assert "6, met" in text
+
+
+def test_document_lists_the_targets(command: ModuleType) -> None:
+    """The section of PERFORMANCE.md has the table that `--list` prints."""
+    text = (ROOT / "PERFORMANCE.md").read_text()
+    assert command.targets() in text
+    assert "<!-- table gpu -->\n" in text
+
+
+def test_unknown_lines_are_refused(command: ModuleType, tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match="no line matches 'convert'; choose from convirt"):
+        command.main(["--out", str(tmp_path), "--lines", "convert"])
+
+
+def test_profile_of_known_kernels() -> None:
+    from gpu_lines.profiling import Span, busy_time, kind_of, summarize
+
+    spans = [
+        Span("nvjet_tst_128x256", 0, 60),
+        Span("triton_poi_fused_add", 50, 70),
+        Span("nvjet_tst_128x256", 80, 100),
+        Span("Memcpy DtoD", 100, 100),
+    ]
+    found = summarize(spans, steps=2)
+    assert busy_time(spans) == 90
+    assert found["idle"] == pytest.approx(0.1)
+    assert found["kernel_ms"] == pytest.approx(0.05)
+    assert found["shares"]["matrix products"] == pytest.approx(0.8)
+    assert [(each["name"], each["calls"], each["ms"]) for each in found["kernels"]] == [
+        ("nvjet_tst_128x256", 1.0, pytest.approx(0.04)),
+        ("triton_poi_fused_add", 0.5, pytest.approx(0.01)),
+    ]
+    assert summarize([], steps=1)["kernels"] == []
+    kinds = {
+        "cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma": "attention",
+        "void at::native::multi_tensor_apply_kernel<FusedAdamMathFunctor>": "optimiser",
+        "sm90_xmma_dgrad_implicit_gemm": "matrix products",
+        "triton_tem_fused_mm": "matrix products",
+        "cudnn::bn_fw_tr_1C11_kernel_NCHW": "normalisation and element-wise",
+        "Memcpy HtoD (Pinned -> Device)": "copies",
+    }
+    assert {name: kind_of(name) for name in kinds} == kinds
+
+
+def test_contenders_are_measured_in_turns(tmp_path: Path) -> None:
+    from gpu_lines.bench import Bench
+    from gpu_lines.timing import Contender, measure_in_turns, repeat
+
+    from medvl.train.parallel.distributed import RankInfo
+
+    order: list[str] = []
+
+    def build(name: str) -> Any:
+        step = itertools.count()
+
+        def work(number: int) -> None:
+            order.append(name)
+            torch.ones(8).sum()
+            if name == "broken" and next(step) == 3:
+                raise ValueError("a step failed")
+
+        return repeat(work)
+
+    ranks = RankInfo(rank=0, size=1, local_size=1, device=torch.device("cpu"))
+    bench = Bench(ranks=ranks, dry_run=True, folder=tmp_path, end=time.monotonic() + 60, ceiling_tflops=1e-9)
+    bench = dataclasses.replace(bench, dry_run=False)
+    contenders = [
+        Contender(name=name, build=lambda name=name: build(name), samples=4, flops=2.0, warm_up=1)
+        for name in ("one", "broken", "two")
+    ]
+    one, broken, two = measure_in_turns(bench, contenders, steps=2, rounds=2, profiled=1)
+    assert broken.error == "ValueError: a step failed"
+    assert broken.rate is None
+    for row in (one, two):
+        assert row.error is None
+        assert row.rate is not None
+        assert row.ms is not None
+        assert row.rate == pytest.approx(4000 / row.ms)
+        assert row.mfu == pytest.approx(row.rate * 2 / 1e12 / 1e-9)
+        assert row.profile is not None
+    timed = [name for name, _ in itertools.groupby(order[6:])]
+    assert timed == ["one", "broken", "two", "one", "two", "one", "two"]
