@@ -124,6 +124,9 @@ def measure_line(line: Line, bench: Bench, context: dict[str, object]) -> Record
     try:
         with time_limit(bench.remaining()):
             record.report = line.function(bench)
+        errors = [row.error for row in record.report.rows]
+        if errors and all(errors):
+            record.error = f"all contenders failed, the first with {errors[0]}"
     except OutOfTime:
         return None
     except SkipLine as reason:

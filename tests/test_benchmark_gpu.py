@@ -81,7 +81,7 @@ def fake_lines(command: ModuleType, monkeypatch: pytest.MonkeyPatch) -> dict[str
         calls["bad"] += 1
         if calls["bad"] == 1:
             raise RuntimeError("out of\nmemory")
-        return report([Row(contender="medvl", error="RuntimeError: no kernel")], {})
+        return report([Row(contender="medvl", error="RuntimeError: no kernel" if calls["bad"] == 2 else None)], {})
 
     def absent(bench: Any) -> Any:
         calls["absent"] += 1
@@ -106,13 +106,15 @@ def test_failures_are_recorded_and_repeated(
     assert "| at least 5 pairs/s | 6, met |" in first
     assert "| at most 1 ms | not measured |" in first
     assert "not available: no such unit" in first
-    assert command.main(arguments) == 0
-    second = capsys.readouterr().out
+    assert command.main(arguments) == 1, "a line whose contenders all fail has failed"
+    assert "RuntimeError: no kernel" in capsys.readouterr().out
     assert calls == {"good": 1, "bad": 2, "absent": 1}
-    assert "RuntimeError: no kernel" in second
     assert command.main(arguments) == 0
-    assert capsys.readouterr().out == second
-    assert calls == {"good": 1, "bad": 2, "absent": 1}
+    third = capsys.readouterr().out
+    assert calls == {"good": 1, "bad": 3, "absent": 1}
+    assert command.main(arguments) == 0
+    assert capsys.readouterr().out == third
+    assert calls == {"good": 1, "bad": 3, "absent": 1}
 
 
 def test_a_line_without_time_is_left_out(
