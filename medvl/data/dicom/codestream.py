@@ -10,6 +10,8 @@ import struct
 from collections.abc import Iterator
 from typing import NamedTuple
 
+import numpy as np
+
 from medvl.errors import DicomError
 
 MAX_JPEG_SCANS = 64
@@ -62,6 +64,9 @@ def read_jpeg_header(frame: bytes) -> Codestream:
 
 def excess_of_scans(data: bytes) -> str:
     """Return why a JPEG takes too long to decode, or an empty string: a dozen bytes require a pass over all pixels."""
+    byte_N = np.frombuffer(data, np.uint8)
+    if np.count_nonzero((byte_N[:-1] == 0xFF) & (byte_N[1:] != 0)) <= MAX_JPEG_SCANS:  # all markers, as in most files
+        return ""
     offset, scans = 2, 0
     for _ in range(_MAX_JPEG_SEGMENTS):
         match = _JPEG_MARKER.search(data, offset)

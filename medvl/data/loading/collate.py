@@ -178,7 +178,7 @@ class ItemMaker:
         image, name = self.image, ""
         if self._for_texts is not None:
             image = self._for_texts(() if sample is None else texts_and_names(sample))
-            name = repr(image)
+            name = "" if image is self.image else repr(image)
         if name not in self._transforms:
             self._transforms[name] = image.build()
         return self._transforms[name]

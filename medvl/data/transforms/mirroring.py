@@ -7,7 +7,7 @@ Names are exchanged as texts are (`medvl.data.reports.laterality`), with undersc
 
 import dataclasses
 import functools
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from medvl.data.reports.laterality import swap_laterality
@@ -16,10 +16,11 @@ from medvl.schema import Sample
 _REGIONS = ("boxes", "masks")
 
 
-def texts_and_names(sample: Sample) -> list[str]:
-    """Return the texts of a sample, and the names of its labels, boxes and masks, which may name a side too."""
+def texts_and_names(sample: Sample) -> Iterator[str]:
+    """Yield the texts of a sample, and the names of its labels, boxes and masks, which may name a side too."""
+    yield from sample.sections.values()
     regions = {entry["label"] for entry in _regions(sample)}
-    return [*sample.sections.values(), *(name.replace("_", " ") for name in (*sample.labels, *sorted(regions)))]
+    yield from (name.replace("_", " ") for name in (*sample.labels, *sorted(regions)))
 
 
 def mirror_labels(sample: Sample) -> Sample:
