@@ -1,6 +1,7 @@
 """`medvl benchmark`: all systems on all tasks, from a file or a preset to a site of pages."""
 
 import dataclasses
+import itertools
 import sys
 import tomllib
 from pathlib import Path
@@ -23,8 +24,8 @@ class ChangeOptions:
     """names of tasks, separated by commas; override those of the file"""
     steps: int | None = None
     """training steps; override those of the file"""
-    set: tuple[str, ...] = ()
-    """other values of the file to override, as NAME=VALUE: corpora.0.root=quickstart"""
+    set: tyro.conf.UseAppendAction[tuple[tuple[str, ...], ...]] = ()
+    """other values of the file to override, as NAME=VALUE: corpora.0.root=quickstart; may be given several times"""
 
     def changes(self) -> dict[str, Any]:
         """Return the values by dotted name."""
@@ -35,7 +36,7 @@ class ChangeOptions:
             "budget.steps": self.steps,
         }
         named = {name: value for name, value in given.items() if value is not None}
-        return dict(map(_setting, self.set)) | named
+        return dict(map(_setting, itertools.chain(*self.set))) | named
 
 
 def benchmark(

@@ -5,12 +5,14 @@ import json
 from pathlib import Path
 
 import pytest
+import tyro
 from helpers.errors import raises
 
 from medvl.benchmark import BenchmarkConfig, CorpusConfig, Plan, list_benchmarks, plan_runs, read_benchmark
 from medvl.benchmark.config import MakeStep
 from medvl.benchmark.settings import with_settings
 from medvl.cli import main as cli
+from medvl.cli.benchmark import ChangeOptions
 from medvl.errors import ConfigError
 from medvl.models import MRM, DualEncoder, FusionModel, list_models, system
 from medvl.train import quickstart
@@ -282,6 +284,11 @@ def test_settings_replace_fields_of_nested_configs() -> None:
     assert type(linear.schedule).__name__ == "Linear"
     with raises(ConfigError, "wrong_type", "optim.lr"):
         with_settings(quickstart.OPTIM, {"lr": "fast"}, "optim")
+
+
+def test_values_can_be_replaced_by_several_options() -> None:
+    options = tyro.cli(ChangeOptions, args=["--set", "budget.steps=7", "seeds=[1, 2]", "--set", "name=mine"])
+    assert options.changes() == {"budget.steps": 7, "seeds": [1, 2], "name": "mine"}
 
 
 def test_the_dry_run_names_models_that_cannot_be_built(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
