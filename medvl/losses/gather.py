@@ -97,7 +97,8 @@ def host_group() -> Any:
 
 
 def _is_alone() -> bool:
-    return _local_only.get() or not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1
+    # The context variable is last, because torch.compile cannot trace it.
+    return not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1 or _local_only.get()
 
 
 def _row_counts(x_BE: Tensor) -> list[int]:

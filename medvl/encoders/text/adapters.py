@@ -9,14 +9,16 @@ import abc
 import contextlib
 import dataclasses
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from medvl.encoders.base import group_by_depth
-from medvl.encoders.text.packing import Packing, use_packed_attention
 from medvl.errors import ConfigError
+
+if TYPE_CHECKING:
+    from medvl.encoders.text.packing import Packing
 
 
 class TextAdapter(abc.ABC):
@@ -44,11 +46,11 @@ class TextAdapter(abc.ABC):
         """Return the last states (B, T, D) of tokens after those in the cache, and add their keys and values to it."""
         raise _unsupported(net, "a cache of keys and values")
 
-    def prepare_packing(self, net: Any) -> None:
-        """Prepare a model for `encode_packed`; padded texts are encoded as before."""
+    def prepare_packing(self, net: Any) -> "type[Packing]":
+        """Prepare a model for `encode_packed` and return the class of its packings."""
         raise _unsupported(net, "packed texts")
 
-    def encode_packed(self, net: Any, hidden_1RD: Tensor, packing: Packing) -> Sequence[Tensor]:
+    def encode_packed(self, net: Any, hidden_1RD: Tensor, packing: "Packing") -> Sequence[Tensor]:
         """Return all states (1, R, D) of packed tokens, each of which attends to its own text."""
         raise _unsupported(net, "packed texts")
 
@@ -106,11 +108,14 @@ class BertAdapter(TextAdapter):
             hidden_BTD = layer(hidden_BTD, attend_BTK[:, None], past_key_values=cache)
         return hidden_BTD
 
-    def prepare_packing(self, net: Any) -> None:
+    def prepare_packing(self, net: Any) -> "type[Packing]":
         """Register the packed attention function."""
-        use_packed_attention(net)
+        from medvl.encoders.text.packing import Packing, use_packed_attention  # imports torch's compiler: seconds
 
-    def encode_packed(self, net: Any, hidden_1RD: Tensor, packing: Packing) -> Sequence[Tensor]:
+        use_packed_attention(net)
+        return Packing
+
+    def encode_packed(self, net: Any, hidden_1RD: Tensor, packing: "Packing") -> Sequence[Tensor]:
         """Return the states of packed tokens."""
         states = [hidden_1RD]
         for layer in self._layers_in_order(net):

@@ -9,7 +9,7 @@ Shape letters are those of `medvl.schema`; Q is the number of query positions.
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -17,9 +17,11 @@ from torch import Tensor
 from medvl.common.checks import check_choice, check_within
 from medvl.encoders.base import Encoder
 from medvl.encoders.text.adapters import TextBackbone
-from medvl.encoders.text.packing import Packing
 from medvl.errors import ConfigError
 from medvl.schema import TextFeatures
+
+if TYPE_CHECKING:
+    from medvl.encoders.text.packing import Packing
 
 Pool = Literal["cls", "mean", "max", "eos"]
 Reduce = Literal["mean", "sum"]
@@ -77,7 +79,7 @@ class TextEncoder(Encoder):
             raise ConfigError(message, "out_of_range", field="layers")
         self.config = dataclasses.asdict(options) | dict(options.arguments)
         del self.config["arguments"]
-        self._is_packing = False
+        self._packing: type[Packing] | None = None
 
     def pack(self, enabled: bool = True) -> None:
         """Let `forward` encode the real tokens of a batch in one row, so that padding costs nothing.
@@ -88,9 +90,9 @@ class TextEncoder(Encoder):
         Raises:
             ConfigError: "unsupported" unless the backbone is a BERT, RoBERTa or ALBERT.
         """
+        self._packing = None
         if enabled:
-            self._adapter.prepare_packing(self.backbone)
-        self._is_packing = enabled
+            self._packing = self._adapter.prepare_packing(self.backbone)
 
     def forward(
         self, ids_BT: Tensor, mask_BT: Tensor, *, types_BT: Tensor | None = None, output_attention: bool = False
@@ -119,7 +121,7 @@ class TextEncoder(Encoder):
     def features(self, hidden_BTD: Tensor, mask_BT: Tensor, *, output_attention: bool = False) -> TextFeatures:
         """Encode a batch of embedded texts, the output of `embed` or `embed_vectors`; see `forward`."""
         mask_BT = mask_BT.bool()
-        packing = Packing.from_mask(mask_BT) if self._is_packing else None
+        packing = None if self._packing is None else self._packing.from_mask(mask_BT)
         if packing is not None and packing.tokens:  # transformers rejects a row without tokens
             states = self._adapter.encode_packed(self.backbone, packing.pack(hidden_BTD)[None], packing)
             combined_BTD = packing.unpack(self._combine_layers(states)[0])

@@ -6,7 +6,8 @@ attention dropout, which it does not support (set the encoder's `attention_probs
 Otherwise queries, keys and values are padded for attention, and its result is packed again.
 
 The number of real tokens must be known on the host, so a GPU is synchronised: encode texts first in a step, while its
-queue is empty. On a CPU the row is filled up (`medvl.common.cpu_rows`).
+queue is empty. On a CPU the row is filled up (`medvl.common.cpu_rows`). This module imports torch's compiler, which
+takes seconds: import it only to pack.
 
 N is the number of real tokens of a batch, and R that of rows, with the filling; the other letters are those of
 `medvl.schema`, with h heads of d dimensions.
@@ -36,19 +37,31 @@ class Packing:
     """bool, True on real tokens."""
     index_R: Tensor
     """int64: index of each real token among all B * T positions, ascending; then the first one's again, as filling."""
-    tokens: int
-    """N, the number of real tokens."""
+    index_N: Tensor
+    """int64: `index_R` without the filling."""
     offsets_B1: Tensor
     """int32 (B + 1,): offset of each text in the row of real tokens, and the row's length."""
 
+    @property
+    def tokens(self) -> int:
+        """N, the number of real tokens."""
+        return len(self.index_N)
+
     @classmethod
+    @torch.compiler.disable
     def from_mask(cls, mask_BT: Tensor) -> Self:
-        """Return the packing of a mask, which need not be padded on the right; synchronises the device."""
+        """Return the packing of a mask, which need not be padded on the right; synchronises the device.
+
+        torch.compile cannot trace the number of real tokens. It is marked as dynamic, so that the encoder is compiled
+        once instead of for the first number and again for all others.
+        """
         index_N = mask_BT.flatten().nonzero()[:, 0]
         end_B = mask_BT.sum(dim=1).cumsum(dim=0)
         filling = min(filling_rows(len(index_N), index_N.device), mask_BT.numel() - len(index_N))
         index_R = torch.cat([index_N, index_N[:1].expand(filling)])
-        return cls(mask_BT, index_R, len(index_N), F.pad(end_B, (1, 0)).int())
+        for index in (index_R, index_N):
+            torch._dynamo.maybe_mark_dynamic(index, 0)
+        return cls(mask_BT, index_R, index_N, F.pad(end_B, (1, 0)).int())
 
     def pack(self, padded_BTx: Tensor) -> Tensor:
         """Map (B, T, ...) to (R, ...)."""
@@ -57,7 +70,7 @@ class Packing:
     def unpack(self, packed_Rx: Tensor) -> Tensor:
         """Map (R, ...) to (B, T, ...), zero on padding; the filling is dropped."""
         empty = packed_Rx.new_zeros(self.mask_BT.numel(), *packed_Rx.shape[1:])
-        filled = empty.index_copy(0, self.index_R[: self.tokens], packed_Rx[: self.tokens])
+        filled = empty.index_copy(0, self.index_N, packed_Rx[: self.tokens])
         return filled.unflatten(0, self.mask_BT.shape)
 
 

@@ -1,5 +1,6 @@
 """Speed of a step: no waits, compilation, packing, patch dropout, activation checkpointing."""
 
+import dataclasses
 import gc
 from pathlib import Path
 from typing import Any, Literal
@@ -135,6 +136,25 @@ def test_compiled_model_makes_the_same_steps_with_few_graphs(
     if precision == "fp32":  # in 16 bits the rounding of tiny gradients makes updates of full size
         for (name, mine), other in zip(compiled.named_parameters(), plain.parameters(), strict=True):
             torch.testing.assert_close(mine, other, rtol=near, atol=near, msg=lambda text, name=name: f"{name}: {text}")
+
+
+@pytest.mark.fault("N3")
+@pytest.mark.parametrize(("packed", "graphs"), [(False, 1), (True, 7)])
+def test_compiled_model_is_compiled_once_for_texts_of_one_width(
+    packed: bool, graphs: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Padded, encoders and loss are one graph; packed, the number of real tokens is dynamic from the first step on."""
+    counter, compile_module = CompileCounterWithBackend("eager"), nn.Module.compile
+    monkeypatch.setattr(nn.Module, "compile", lambda module: compile_module(module, backend=counter))
+    torch.compiler.reset()
+    model = clip(image_arguments={**VIT, "layers": 1}, text_arguments={**TEXT, "num_hidden_layers": 1})
+    prepare(model, fakes.config(Path("unused"), compile=True, packed_text=packed), ONE_RANK.device)
+    step, plain, counts = step_of(model), make_batch(), []
+    for number, length in enumerate((7, 5, 6)):
+        mask_BT = torch.arange(7) < torch.tensor([length, 2, 5, 3])[:, None]
+        step(number, 1e-3, [dataclasses.replace(plain, mask_BT=mask_BT, keys=[f"{number}"] * PAIRS)], 1)
+        counts.append(counter.frame_count)
+    assert counts[0] == counts[1] == counts[2] <= graphs
 
 
 def kept_patches(model: ContrastiveEncoder) -> list[Tensor]:
