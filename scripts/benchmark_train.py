@@ -253,11 +253,15 @@ def steps(settings: Settings, options: argparse.Namespace, world: RankInfo) -> d
 
 
 def trainer_rate(theirs: OpenClip, batches: Iterable[tuple[Tensor, Tensor]], options: argparse.Namespace) -> float:
-    """Return pairs per second from the second step on; the first one waits for the workers."""
+    """Return pairs per second from the second step on; the first one waits for the workers.
+
+    As in `timed`, the device is waited for after the first step and after the last one only.
+    """
     step_times: list[float] = []
 
     def mark() -> None:
-        synchronize(theirs.world.device)
+        if len(step_times) in (1, options.steps + 1):
+            synchronize(theirs.world.device)
         step_times.append(CLOCKS[options.clock]())
 
     theirs.trainer(batches, options.steps + 1, mark)
