@@ -7,7 +7,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -33,7 +33,8 @@ def command() -> ModuleType:
 
 
 def records_in(folder: Path) -> dict[str, Any]:
-    return {path.stem: json.loads(path.read_text()) for path in folder.glob("*.json")}
+    path = folder / "results.json"
+    return json.loads(path.read_text()) if path.exists() else {}
 
 
 @pytest.mark.slow
@@ -55,8 +56,10 @@ def test_every_line_works(command: ModuleType, tmp_path: Path, capsys: pytest.Ca
                 assert row["ms_p10"] <= row["ms"] <= row["ms_p90"]
                 assert row["profile"]["kernels"]
                 assert sum(row["profile"]["shares"].values()) == pytest.approx(1)
-    for name in ("convirt", "clip-b32", "convirt-lengths", "bert"):
-        assert any(row["mfu"] for row in records[name]["report"]["rows"]), name
+    for name in ("convirt", "clip-b32", "convirt-lengths", "bert", "m3ae", "medvill"):
+        steps = [row for row in records[name]["report"]["rows"] if row["ms"] is not None]
+        assert all(row["mfu"] > 0 for row in steps), name
+        assert all(row["profile"]["shares"]["matrix products"] > 0 for row in steps), name
     assert "Tiny sizes" in table
 
 
@@ -192,10 +195,10 @@ def test_profile_of_known_kernels() -> None:
     from gpu_lines.profiling import Span, busy_time, kind_of, summarize
 
     spans = [
-        Span("nvjet_tst_128x256", 0, 60),
-        Span("triton_poi_fused_add", 50, 70),
-        Span("nvjet_tst_128x256", 80, 100),
-        Span("Memcpy DtoD", 100, 100),
+        Span("nvjet_tst_128x256", 0, 60, 60),
+        Span("triton_poi_fused_add", 50, 70, 20),
+        Span("nvjet_tst_128x256", 80, 100, 20),
+        Span("Memcpy DtoD", 100, 100, 0),
     ]
     found = summarize(spans, steps=2)
     assert busy_time(spans) == 90
@@ -218,11 +221,131 @@ def test_profile_of_known_kernels() -> None:
     assert {name: kind_of(name) for name in kinds} == kinds
 
 
-def test_contenders_are_measured_in_turns(tmp_path: Path) -> None:
+def test_profile_on_a_cpu_counts_the_own_time_of_operators() -> None:
+    """A product with a bias calls other operators, so that it is none of the innermost ones."""
+    from gpu_lines.profiling import profile_steps
+
+    layer, inputs_BE = torch.nn.Linear(256, 256), torch.randn(256, 256)
+    found = profile_steps(lambda steps: [layer(inputs_BE) for _ in range(steps)], 20, torch.device("cpu"))
+    assert found["shares"]["matrix products"] > 0.3
+    assert sum(found["shares"].values()) == pytest.approx(1)
+    assert 0 <= found["idle"] < 1
+
+
+def full_bench(folder: Path) -> Any:
+    """Return a bench that measures with full sizes on the CPU."""
     from gpu_lines.bench import Bench
-    from gpu_lines.timing import Contender, measure_in_turns, repeat
 
     from medvl.train.parallel.distributed import RankInfo
+
+    ranks = RankInfo(rank=0, size=1, local_size=1, device=torch.device("cpu"))
+    return Bench(ranks=ranks, dry_run=False, folder=folder, kept=folder, end=time.monotonic() + 60, ceiling_tflops=1e-9)
+
+
+def test_slow_steps_are_repeated_less_often(tmp_path: Path) -> None:
+    from gpu_lines import timing
+
+    counts = {"fast": 0, "slow": 0}
+
+    def build(name: str) -> Any:
+        def work(number: int) -> None:
+            counts[name] += 1
+            time.sleep(0.3 if name == "slow" else 0.0)
+
+        return timing.repeat(work)
+
+    contenders = [timing.Contender(name=name, build=lambda name=name: build(name), samples=1) for name in counts]
+    fast, slow = timing.measure_in_turns(full_bench(tmp_path), contenders, steps=12, rounds=1, profiled=1)
+    assert counts == {"fast": 4 + 12 + 1, "slow": 4 + 4 + 1}
+    assert slow.ms > 300 > fast.ms
+
+
+def test_large_batches_are_halved_on_a_small_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = full_bench(tmp_path)
+    for memory, size in ((141e9, 1024), (85e9, 512)):
+        monkeypatch.setattr(
+            torch.cuda, "get_device_properties", lambda device, memory=memory: SimpleNamespace(total_memory=memory)
+        )
+        assert bench.large_batch(1024, 4) == size
+    assert dataclasses.replace(bench, dry_run=True).large_batch(1024, 4) == 4
+
+
+def test_shards_are_written_once(tmp_path: Path) -> None:
+    bench = dataclasses.replace(full_bench(tmp_path), dry_run=True)
+    (train := tmp_path / "shards-6-64" / "train").mkdir(parents=True)
+    assert bench.data() == train
+    assert not list(train.iterdir())
+
+
+def test_only_two_steps_of_a_trainer_wait_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in the other contenders: a wait in each step would leave the device idle between steps."""
+    import benchmark_train
+
+    calls: list[str] = []
+    monkeypatch.setattr(benchmark_train, "synchronize", lambda device: calls.append("wait"))
+
+    def trainer(batches: Any, steps: int, mark: Callable[[], None]) -> None:
+        for _ in range(steps):
+            mark()
+            calls.append("step")
+        mark()
+
+    theirs: Any = SimpleNamespace(trainer=trainer, world=SimpleNamespace(device=torch.device("cpu")))
+    options: Any = SimpleNamespace(steps=3, batch=4, clock="wall")
+    assert benchmark_train.trainer_rate(theirs, [], options) > 0
+    assert calls == ["step", "wait", "step", "step", "step", "wait"]
+
+
+GPU_TESTS = """
+import time
+import pytest
+
+@pytest.mark.gpu
+def test_one():
+    pass
+
+def test_not_marked():
+    raise SystemExit
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("number", [1, 2])
+def test_other(number):
+    time.sleep(60 if number == SLEEPS else 0)
+    assert number == 1, "wrong\\nnumber"
+"""
+
+
+def test_tests_end_at_the_time_limit_and_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """First a test that hangs, which is killed; then one test in each call, until all have an outcome."""
+    from gpu_lines import gpu_tests
+
+    (root := tmp_path / "root").mkdir()
+    (root / "pytest.ini").write_text("[pytest]\nmarkers =\n    gpu: x\n")
+    (tests := root / "tests").mkdir()
+    (tests / "test_plain.py").write_text("raise ValueError('is not collected')")
+
+    def call(sleeps: int, seconds: float, closing: float) -> tuple[int, dict[str, str]]:
+        (tests / "test_marked.py").write_text(GPU_TESTS.replace("SLEEPS", str(sleeps)))
+        monkeypatch.setattr(gpu_tests, "_CLOSING", closing)
+        status = gpu_tests.run(root, tmp_path, seconds)
+        found = gpu_tests.read(tmp_path / "tests.jsonl").items()
+        return status, {name.split("::")[1]: entry["outcome"] for name, entry in found}
+
+    started = time.monotonic()
+    assert call(1, 8, 0)[1] == {"test_one": "passed", "test_other[1]": "started", "test_other[2]": "left"}
+    assert time.monotonic() - started < 30
+    assert "1 started" in capsys.readouterr().out
+    status, outcomes = call(0, 60, 120)
+    assert status == 1
+    assert outcomes == {"test_one": "passed", "test_other[1]": "started", "test_other[2]": "failed"}
+    assert "failed: tests/test_marked.py::test_other[2]: AssertionError: wrong" in capsys.readouterr().out
+    assert call(0, 60, 0)[1]["test_other[1]"] == "passed"
+
+
+def test_contenders_are_measured_in_turns(tmp_path: Path) -> None:
+    from gpu_lines.timing import Contender, Flops, measure_in_turns, repeat
 
     order: list[str] = []
 
@@ -232,16 +355,15 @@ def test_contenders_are_measured_in_turns(tmp_path: Path) -> None:
         def work(number: int) -> None:
             order.append(name)
             torch.ones(8).sum()
-            if name == "broken" and next(step) == 3:
+            if name == "broken" and next(step) == 4:
                 raise ValueError("a step failed")
 
         return repeat(work)
 
-    ranks = RankInfo(rank=0, size=1, local_size=1, device=torch.device("cpu"))
-    bench = Bench(ranks=ranks, dry_run=True, folder=tmp_path, end=time.monotonic() + 60, ceiling_tflops=1e-9)
-    bench = dataclasses.replace(bench, dry_run=False)
+    bench, flops = full_bench(tmp_path), Flops()
+    flops.per_sample = 2.0
     contenders = [
-        Contender(name=name, build=lambda name=name: build(name), samples=4, flops=2.0, warm_up=1)
+        Contender(name=name, build=lambda name=name: build(name), samples=4, flops=flops, warm_up=1)
         for name in ("one", "broken", "two")
     ]
     one, broken, two = measure_in_turns(bench, contenders, steps=2, rounds=2, profiled=1)
@@ -254,5 +376,5 @@ def test_contenders_are_measured_in_turns(tmp_path: Path) -> None:
         assert row.rate == pytest.approx(4000 / row.ms)
         assert row.mfu == pytest.approx(row.rate * 2 / 1e12 / 1e-9)
         assert row.profile is not None
-    timed = [name for name, _ in itertools.groupby(order[6:])]
+    timed = [name for name, _ in itertools.groupby(order[9:])]
     assert timed == ["one", "broken", "two", "one", "two", "one", "two"]

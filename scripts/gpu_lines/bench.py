@@ -14,9 +14,16 @@ from typing import TypeVar
 import torch
 
 from gpu_lines.phantom_shards import FULL, TINY, DataSize
-from medvl.train.parallel.distributed import RankInfo  # internal: the lines run parts of the training loop alone
+
+# Internals on purpose: the lines run parts of the training loop alone.
+from medvl.train.optim.precision import Precision
+from medvl.train.parallel.distributed import RankInfo
 
 T = TypeVar("T")
+LARGE_BYTES = 100 * 10**9
+"""Memory of a GPU that takes the largest batches."""
+_AGAIN = 20.0
+"""Seconds until `OutOfTime` is raised again."""
 
 
 class OutOfTime(BaseException):
@@ -35,6 +42,8 @@ class Bench:
     """Whether sizes are tiny and nothing is compiled."""
     folder: Path
     """Temporary folder."""
+    kept: Path
+    """Folder of the shards, which later calls find again."""
     end: float
     """Time limit, on the clock of `time.monotonic`."""
     ceiling_tflops: float = 0.0
@@ -50,6 +59,17 @@ class Bench:
         """Return the size to measure, or that of a dry run."""
         return tiny if self.dry_run else full
 
+    def large_batch(self, full: int, tiny: int) -> int:
+        """Return the size of a batch whose steps take up to 90 GB: half of it on a smaller GPU, tiny in a dry run."""
+        if self.dry_run:
+            return tiny
+        return full if torch.cuda.get_device_properties(self.device).total_memory >= LARGE_BYTES else full // 2
+
+    @property
+    def precision(self) -> Precision:
+        """bf16 autocast on the device."""
+        return Precision("bf16", self.device)
+
     def remaining(self) -> float:
         """Return the seconds until the time limit."""
         return self.end - time.monotonic()
@@ -61,21 +81,24 @@ class Bench:
 
     def start_data(self) -> None:
         """Start to write the shards in another process, unless they exist; nothing may be timed before `data`."""
-        if self._maker is None:
+        if self._maker is None and not self._data.is_dir():
             program = Path(__file__).parent / "phantom_shards.py"
             size = self.data_size
-            command = [sys.executable, str(program), str(self.folder / "data"), str(size.patients), str(size.pixels)]
+            command = [sys.executable, str(program), str(self._data), str(size.patients), str(size.pixels)]
             with self._maker_log.open("wb") as log:
                 self._maker = subprocess.Popen(command, stdout=log, stderr=log)
 
     def data(self) -> Path:
         """Return the folder of training shards, after they are written. Raises RuntimeError if that failed."""
         self.start_data()
-        assert self._maker is not None
-        if self._maker.wait():
+        if self._maker is not None and self._maker.wait():
             end = self._maker_log.read_text(errors="replace")[-300:]
             raise RuntimeError(f"phantom_shards.py ended with status {self._maker.returncode}: {end}")
-        return self.folder / "data" / "shards" / "train"
+        return self._data / "train"
+
+    @property
+    def _data(self) -> Path:
+        return self.kept / f"shards-{self.data_size.patients}-{self.data_size.pixels}"
 
     @property
     def _maker_log(self) -> Path:
@@ -90,13 +113,16 @@ class Bench:
 
 @contextlib.contextmanager
 def time_limit(seconds: float) -> Iterator[None]:
-    """Raise OutOfTime in this block after so many seconds. Only for the main thread."""
+    """Raise OutOfTime in this block after so many seconds. Only for the main thread.
+
+    It is raised again later if it is lost, as in an object's `__del__`.
+    """
 
     def stop(number: int, frame: FrameType | None) -> None:
         raise OutOfTime
 
     before = signal.signal(signal.SIGALRM, stop)
-    signal.setitimer(signal.ITIMER_REAL, max(0.001, seconds))
+    signal.setitimer(signal.ITIMER_REAL, max(0.001, seconds), _AGAIN)
     try:
         yield
     finally:

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from gpu_lines.bench import Bench
 from gpu_lines.line import Goal, Line, Report, Row, ratio, report
-from gpu_lines.medvl_step import medvl_step, precision
+from gpu_lines.medvl_step import medvl_step
 from gpu_lines.stock_convirt import COMPILED, FROZEN, PADDED, PEERS, Form, Sizes, stock_step, untuned
-from gpu_lines.timing import Contender, Run, measure_in_turns, repeat, set_flops
+from gpu_lines.timing import Contender, Flops, Run, measure_in_turns, repeat, set_flops
 from medvl.data import ShardSource, WholeText, train_wordpiece
 from medvl.models import ConVIRTConfig, create_model
 from medvl.schema import Batch
@@ -56,7 +56,7 @@ class FromFiles:
         self._stack = contextlib.ExitStack()
         self._training: Training | None = None
         self._side: Any = None
-        self.flops: float | None = None
+        self.flops = Flops()
         self.real_tokens = 0.0
         """Share of the token positions that are not padding."""
 
@@ -67,7 +67,7 @@ class FromFiles:
         stream, step = training.state.stream, training.step
         self._side, stream.side = stream.side, None  # nothing is fetched ahead while step and loader are measured
         placed = [step.place(batch) for _ in range(kept) for batch in stream.take(next(self._numbers))]
-        self.flops = flops_per_sample(training.state.model.whole, placed[0], precision(bench))
+        self.flops.count(training.state.model.whole, placed[0], bench)
         self.real_tokens = float(torch.cat([batch.mask_BT for batch in placed]).float().mean())
         return repeat(lambda number: step(number, training.state.rate.at(0), [placed[number % kept]], 1))
 
@@ -121,25 +121,23 @@ def measure_from_files(bench: Bench) -> Report:
     size = bench.size(256, 4)
     stock = stock_inputs(bench, torch.full((size,), bench.size(MAX_LENGTH, 12)))
     run = FromFiles(bench, size)
-    ours = Contender(name="medvl: step, compiled", build=run.build, samples=size, warm_up=4)
+    ours = Contender(name="medvl: step, compiled", build=run.build, samples=size, flops=run.flops, warm_up=4)
     with contextlib.closing(run):
         # The first stock form compiles while the images are drawn.
-        contenders = (stock_contender(COMPILED, bench, stock), ours, stock_contender(PEERS, bench, stock))
-        compiled, step, peers = measure_in_turns(bench, contenders)
-        for row in (compiled, step, peers):
-            set_flops(row, run.flops, bench)
+        compiled, peers = (stock_contender(form, bench, stock, run.flops) for form in (COMPILED, PEERS))
+        compiled_row, step, peers_row = measure_in_turns(bench, (compiled, ours, peers))
         if step.error is not None:
-            return report([step, compiled, peers], {})
+            return report([step, compiled_row, peers_row], {})
         loader, whole, waiting = run.measure()
     slower = min(step.rate or 0.0, loader.rate or 0.0)
     figures = {
         "pairs/s from files": whole.rate,
         "of the slower of step and loader": ratio(whole.rate, slower),
-        "times the compiled stock step": ratio(step.rate, compiled.rate),
-        "times the peers' step": ratio(step.rate, peers.rate),
+        "times the compiled stock step": ratio(step.rate, compiled_row.rate),
+        "times the peers' step": ratio(step.rate, peers_row.rate),
     }
     notes = f"real tokens: {run.real_tokens:.0%} of the positions", f"waiting for data: {waiting:.1%} of the time"
-    return report([whole, step, loader, compiled, peers], figures, *notes)
+    return report([whole, step, loader, compiled_row, peers_row], figures, *notes)
 
 
 def measure_lengths(bench: Bench, frozen: int, stock: Form) -> Report:
@@ -154,20 +152,18 @@ def measure_lengths(bench: Bench, frozen: int, stock: Form) -> Report:
     config = dataclasses.replace(
         convirt_config(bench), attention_dropout=0.0, frozen_text_layers=bench.size(frozen, min(frozen, 1))
     )
-    counted: list[float] = []
+    flops = Flops()
 
     def build() -> Run:
         torch.manual_seed(0)
         model = create_model(config, pretrained=False, tokenizer=None).to(bench.device)
-        counted.append(flops_of_lengths(model, batches[0], bench))
+        flops.per_sample = flops_of_lengths(model, batches[0], bench)
         return medvl_step(bench, model, batches, channels_last=True, compile=True, packed_text=True)
 
     mask_BT = batches[0].mask_BT
     inputs = stock_inputs(bench, mask_BT.sum(dim=1))
-    ours = Contender(name="medvl: packed, compiled", build=build, samples=size, warm_up=2 * count)
-    rows = measure_in_turns(bench, (ours, stock_contender(stock, bench, inputs)))
-    for row in rows:
-        set_flops(row, counted[0] if counted else None, bench)
+    ours = Contender(name="medvl: packed, compiled", build=build, samples=size, flops=flops, warm_up=count)
+    rows = measure_in_turns(bench, (ours, stock_contender(stock, bench, inputs, flops)))
     share = float(torch.cat([batch.mask_BT.flatten() for batch in batches]).float().mean())
     figures = {"pairs/s": rows[0].rate, "times the padded stock step": ratio(rows[0].rate, rows[1].rate)}
     return report(rows, figures, f"real tokens: {share:.0%} of the positions; operations of padding do not count")
@@ -186,8 +182,8 @@ def batch_of(bench: Bench, ids_BT: Tensor, mask_BT: Tensor) -> Batch:
     return Batch(
         keys=[str(row) for row in range(size)],
         image_BCHW=torch.randint(0, 256, (size, 1, side, side), dtype=torch.uint8, generator=generator),
-        ids_BT=ids_BT,
-        mask_BT=mask_BT,
+        ids_BT=ids_BT.contiguous(),  # as from a loader; other strides would be compiled anew
+        mask_BT=mask_BT.contiguous(),
         labels_BL=torch.zeros(size, 0),
         texts=[""] * size,
     )
@@ -204,7 +200,7 @@ def flops_of_lengths(model: Any, batch: Batch, bench: Bench) -> float:
     for row in chosen:
         length, rows = int(batch.mask_BT[row].sum()), [row, row]
         pair = batch_of(bench, batch.ids_BT[rows, :length], batch.mask_BT[rows, :length])
-        total += flops_per_sample(model, pair.to(bench.device), precision(bench))
+        total += flops_per_sample(model, pair.to(bench.device), bench.precision)
     return total / len(chosen)
 
 
@@ -220,12 +216,13 @@ def stock_inputs(bench: Bench, length_B: Tensor) -> dict[str, Tensor]:
     }
 
 
-def stock_contender(form: Form, bench: Bench, inputs: dict[str, Tensor]) -> Contender:
+def stock_contender(form: Form, bench: Bench, inputs: dict[str, Tensor], flops: Flops) -> Contender:
     """Return a stock form as a contender."""
     return Contender(
         name=form.name,
         build=functools.partial(stock_step, form, bench.size(Sizes(), TINY_STOCK), **inputs),
         samples=len(inputs["ids_BT"]),
+        flops=flops,
         settings=contextlib.nullcontext if form.compiled else untuned,
     )
 
@@ -239,7 +236,7 @@ LINES = {
             Goal(figure="of the slower of step and loader", value=0.95),
         ),
         stock="peers' style 1,511; compiled 2,662 pairs/s, inputs on the device",
-        seconds=210,
+        seconds=195,
         function=measure_from_files,
     ),
     "convirt-lengths": Line(
@@ -247,7 +244,7 @@ LINES = {
         measures="its step at report lengths of 70 tokens on average: packed, compiled, attention dropout 0",
         goals=(Goal(figure="pairs/s", value=4000),),
         stock="padded and compiled 2,970; packed by hand and compiled 3,639 pairs/s",
-        seconds=130,
+        seconds=115,
         function=functools.partial(measure_lengths, frozen=0, stock=PADDED),
     ),
     "convirt-frozen": Line(
@@ -255,7 +252,7 @@ LINES = {
         measures="the same with the paper's frozen layers: BERT's embeddings and first six",
         goals=(Goal(figure="pairs/s", value=4600),),
         stock="3,361 pairs/s with 128 real tokens, compiled",
-        seconds=100,
+        seconds=70,
         function=functools.partial(measure_lengths, frozen=6, stock=FROZEN),
     ),
 }

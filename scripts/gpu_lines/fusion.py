@@ -12,9 +12,11 @@ from benchmark_systems import build, random_batch
 
 from gpu_lines.bench import Bench
 from gpu_lines.line import Line, Report, ratio, report
-from gpu_lines.medvl_step import medvl_step, precision
-from gpu_lines.timing import Contender, Run, measure_in_turns, repeat
+from gpu_lines.medvl_step import medvl_step
+from gpu_lines.timing import Contender, Flops, Run, measure_in_turns, repeat
 from medvl.models import M3AE, MedViLL
+from medvl.schema import Batch
+from medvl.train.doctor.timers import COUNTED, count_operations  # internal: the figures are those of `medvl doctor`
 
 UNIT = "samples/s"
 
@@ -24,7 +26,7 @@ def measure_m3ae(bench: Bench) -> Report:
     size = bench.size(64, 2)
     trained: list[tuple[M3AE, torch.optim.Optimizer]] = []  # both forms train the same model
 
-    def bare(form: Callable[..., dict[str, Any]]) -> Run:
+    def bare(form: Callable[..., dict[str, Any]], flops: Flops) -> Run:
         device = bench.device
         if not trained:
             torch.manual_seed(0)
@@ -33,33 +35,41 @@ def measure_m3ae(bench: Bench) -> Report:
             fused = device.type == "cuda" or None
             trained.append((built, torch.optim.AdamW(built.parameters(), lr=1e-5, fused=fused)))
         model, optimizer = trained[0]
-        inputs = benchmark_fusion.on_device(*benchmark_fusion.inputs(model, size), str(device))
+        inputs, few = (
+            benchmark_fusion.on_device(*benchmark_fusion.inputs(model, rows), str(device))
+            for rows in (size, min(size, COUNTED))
+        )
+
+        def loss_of(batch: Batch, corruption: Any) -> torch.Tensor:
+            return model.losses(form(model, batch, corruption), corruption).total
+
+        flops.per_sample = count_operations(lambda: loss_of(*few), model, bench.precision) / len(few[0])
 
         def step(number: int) -> None:
-            with precision(bench).autocast():
-                loss = model.losses(form(model, *inputs), inputs[1]).total
-            precision(bench).backward(loss)
+            with bench.precision.autocast():
+                loss = loss_of(*inputs)
+            bench.precision.backward(loss)
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
 
         return repeat(step)
+
+    def bare_contender(name: str, form: Callable[..., dict[str, Any]], shares: str | None = None) -> Contender:
+        flops = Flops()
+        build = functools.partial(bare, form, flops)
+        return Contender(name=name, build=build, samples=size, unit=UNIT, flops=flops, shares=shares)
 
     shared, published = "one shared pass, bare loop", "published: three passes, bare loop"
     rows = measure_in_turns(
         bench,
         (
             system_contender(bench, "m3ae_roco_medicat", size),
-            Contender(name=shared, build=functools.partial(bare, M3AE.predict), samples=size, unit=UNIT),
-            Contender(
-                name=published,
-                build=functools.partial(bare, benchmark_fusion.separate_forwards),
-                samples=size,
-                unit=UNIT,
-                shares=shared,
-            ),
+            bare_contender(shared, M3AE.predict),
+            bare_contender(published, benchmark_fusion.separate_forwards, shares=shared),
         ),
     )
-    return report(rows, {"times the rate of three passes": ratio(rows[1].rate, rows[2].rate)})
+    figures = {"times the rate of three passes": ratio(rows[1].rate, rows[2].rate)}
+    return report(rows, figures, "each form with its own operations")
 
 
 def measure_medvill(bench: Bench) -> Report:
@@ -82,7 +92,7 @@ def measure_decoding(bench: Bench) -> Report:
         image = torch.zeros(size, 1, side, side, dtype=torch.uint8, device=bench.device)
 
         def step(number: int) -> None:
-            with torch.inference_mode(), precision(bench).autocast():
+            with torch.inference_mode(), bench.precision.autocast():
                 write(models[0], image, tokens)
 
         return repeat(step)
@@ -107,7 +117,7 @@ def measure_decoding(bench: Bench) -> Report:
                 shares=cached,
             ),
         ),
-        steps=3,
+        steps=2,
         rounds=2,
         profiled=1,
     )
@@ -118,15 +128,20 @@ def measure_decoding(bench: Bench) -> Report:
 def system_contender(
     bench: Bench, recipe: str, size: int, *, preset: str = "paper", tokens: int = 64, name: str = "medvl: step"
 ) -> Contender:
-    """Return medvl's step on the preset of a recipe with random weights and samples; its row gets no operations."""
+    """Return medvl's step on the preset of a recipe with random weights and samples."""
+    flops = Flops()
 
     def make() -> Run:
         torch.manual_seed(0)
         model = build(recipe, bench.size(preset, "tiny"))
         options = argparse.Namespace(batch=size, statements=6, tokens=bench.size(tokens, 12))
-        return medvl_step(bench, model, [random_batch(model, options)], channels_last=True)
+        batch = random_batch(model, options)
+        with torch.no_grad():
+            model.before_step(0)
+        flops.count(model, batch, bench)
+        return medvl_step(bench, model, [batch], channels_last=True)
 
-    return Contender(name=name, build=make, samples=size, unit=UNIT)
+    return Contender(name=name, build=make, samples=size, unit=UNIT, flops=flops)
 
 
 LINES = {
@@ -134,21 +149,21 @@ LINES = {
         name="m3ae",
         measures="M3AE at published size (288 pixels, 64 tokens), B = 64: the pretraining step",
         stock="not measured; three passes count 1.40 times the operations",
-        seconds=40,
+        seconds=30,
         function=measure_m3ae,
     ),
     "medvill": Line(
         name="medvill",
         measures="MedViLL at published size (512 pixels, 255 tokens), B = 64: the pretraining step",
         stock="not measured",
-        seconds=25,
+        seconds=20,
         function=measure_medvill,
     ),
     "decoding": Line(
         name="decoding",
         measures="MedViLL writes 32 reports of 100 tokens, greedy",
         stock="not measured; without a cache 43 times the operations",
-        seconds=40,
+        seconds=30,
         function=measure_decoding,
     ),
 }

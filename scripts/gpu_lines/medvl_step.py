@@ -12,7 +12,6 @@ from medvl.train import OptimConfig, TrainConfig
 from medvl.train.loop.prepare import parallelize
 from medvl.train.loop.step import Step
 from medvl.train.optim.optimizer import build_optimizer
-from medvl.train.optim.precision import Precision
 
 ADAMW = OptimConfig(optimizer="adamw", lr=1e-5, weight_decay=1e-2)
 
@@ -31,15 +30,10 @@ def medvl_step(
     step = Step(
         parallel,
         build_optimizer(model, optim),
-        precision(bench),
+        bench.precision,
         seed=config.seed,
         clip_norm=optim.clip_norm,
         channels_last=config.channels_last,
     )
     placed = [step.place(batch) for batch in batches]
     return repeat(lambda number: step(number, optim.lr, [placed[number % len(placed)]], 1))
-
-
-def precision(bench: Bench) -> Precision:
-    """Return bf16 autocast on the bench's device."""
-    return Precision("bf16", bench.device)

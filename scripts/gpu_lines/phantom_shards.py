@@ -8,6 +8,7 @@ One core draws and stores about 100 images of 512 pixels per second and converts
 
 import dataclasses
 import os
+import shutil
 import sys
 from pathlib import Path
 
@@ -35,16 +36,19 @@ _SMALL = 64
 
 
 def write(folder: Path, patients: int, pixels: int) -> None:
-    """Write the corpus of JPEG files and the shards made of them, all for training."""
+    """Write shards of a corpus of JPEG files, all for training. The folder is complete or absent."""
     workers = 1 if patients <= _SMALL else cpu_cores()
-    phantom.write_mimic_cxr_jpg(
-        folder / "corpus", patients=patients, size=pixels, split=(1.0, 0.0, 0.0), workers=workers
-    )
+    part = folder.with_name(f"{folder.name}.part")
+    shutil.rmtree(part, ignore_errors=True)  # of a call that was ended
+    corpus = part / "corpus"
+    phantom.write_mimic_cxr_jpg(corpus, patients=patients, size=pixels, split=(1.0, 0.0, 0.0), workers=workers)
     deid = Deidentifier(bytes(32))
-    plan = mimic_cxr.plan(folder / "corpus", deid, split="train")
+    plan = mimic_cxr.plan(corpus, deid, split="train")
     # A shard is the unit of work: all processes have several.
     options = ShardOptions(short_side=pixels, samples_per_shard=max(8, min(1000, patients // 16)))
-    write_shards(plan, deid, ShardRun(out=folder / "shards", workers=workers), options)
+    write_shards(plan, deid, ShardRun(out=part / "shards", workers=workers), options)
+    (part / "shards").rename(folder)
+    shutil.rmtree(part)
 
 
 if __name__ == "__main__":

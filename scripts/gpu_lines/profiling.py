@@ -35,12 +35,13 @@ _KERNELS, _NAME = 10, 120
 
 
 class Span(NamedTuple):
-    """A kernel or copy on the device; on a CPU an operator that calls no other."""
+    """A kernel or copy on the device, or an operator on a CPU. Times in microseconds."""
 
     name: str
     start: float
-    """Microseconds."""
     end: float
+    time: float
+    """Its own time: on a CPU without that of the operators that it calls."""
 
 
 def profile_steps(run: Callable[[int], None], steps: int, device: torch.device) -> dict[str, Any]:
@@ -60,14 +61,17 @@ def profile_steps(run: Callable[[int], None], steps: int, device: torch.device) 
 
 def device_spans(events: Iterable[Any], on_gpu: bool) -> list[Span]:
     """Return the work on the device among the events of a profile, without annotated ranges."""
-    chosen = [
-        event
+    kind = DeviceType.CUDA if on_gpu else DeviceType.CPU
+    return [
+        Span(
+            event.name,
+            event.time_range.start,
+            event.time_range.end,
+            event.time_range.elapsed_us() if on_gpu else event.self_cpu_time_total,
+        )
         for event in events
-        if not event.is_user_annotation
-        and event.device_type == (DeviceType.CUDA if on_gpu else DeviceType.CPU)
-        and (on_gpu or not event.cpu_children)
+        if event.device_type == kind and not event.is_user_annotation
     ]
-    return [Span(event.name, event.time_range.start, event.time_range.end) for event in chosen]
 
 
 def summarize(spans: Sequence[Span], steps: int) -> dict[str, Any]:
@@ -76,12 +80,12 @@ def summarize(spans: Sequence[Span], steps: int) -> dict[str, Any]:
     Shares are of the summed times of all kernels; the idle share is that of the time from the first to the last one
     in which none runs.
     """
-    spans = [span for span in spans if span.end > span.start]
+    spans = [span for span in spans if span.time > 0]
     if not spans:
         return {"kernel_ms": 0.0, "shares": {}, "idle": None, "kernels": []}
     by_name: dict[str, list[float]] = {}
     for span in spans:
-        by_name.setdefault(span.name, []).append(span.end - span.start)
+        by_name.setdefault(span.name, []).append(span.time)
     total = sum(map(sum, by_name.values()))
     shares = dict.fromkeys(KINDS, 0.0)
     for name, times in by_name.items():

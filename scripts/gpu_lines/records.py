@@ -1,4 +1,4 @@
-"""Records of measured lines in a folder, and the Markdown tables made of them."""
+"""Records of measured lines in a file, and the Markdown tables made of them."""
 
 import dataclasses
 import datetime
@@ -15,12 +15,14 @@ from gpu_lines.profiling import KINDS
 from medvl.common.files import write_atomic  # internal: a record is complete or absent
 
 ROOT = Path(__file__).parents[2]
+RECORDS = "results.json"
+"""All records of a folder, so that few files need to be copied from the machine."""
 _DASH = "–"
 
 
 @dataclasses.dataclass(kw_only=True)
 class Record:
-    """Result of one line in the folder of a call."""
+    """Result of one line."""
 
     line: str
     context: dict[str, Any]
@@ -53,19 +55,21 @@ def context_of(device: torch.device, ceiling: float, dry_run: bool) -> dict[str,
     }
 
 
-def write_record(folder: Path, record: Record) -> None:
-    """Write a record, all of it or nothing."""
-    write_atomic(folder / f"{record.line}.json", json.dumps(dataclasses.asdict(record), indent=1) + "\n")
+def write_records(folder: Path, records: Mapping[str, Record]) -> None:
+    """Write the records by line, all of them or nothing."""
+    values = {name: dataclasses.asdict(record) for name, record in records.items()}
+    write_atomic(folder / RECORDS, json.dumps(values, indent=1) + "\n")
 
 
 def read_records(folder: Path, lines: Iterable[Line], dry_run: bool) -> dict[str, Record]:
     """Return the records of a folder by line. Raises ValueError where tiny and full sizes would be mixed."""
+    path = folder / RECORDS
+    stored = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
     records = {}
     for line in lines:
-        path = folder / f"{line.name}.json"
-        if not path.is_file():
+        values = stored.get(line.name)
+        if values is None:
             continue
-        values = json.loads(path.read_text(encoding="utf-8"))
         if values["context"]["dry_run"] != dry_run:
             kind = "a dry run" if values["context"]["dry_run"] else "a measurement"
             raise ValueError(f"{path} is of {kind}; give another --out")

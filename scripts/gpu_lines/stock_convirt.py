@@ -25,6 +25,8 @@ class Form:
     """Pass the mask to BERT, and pool real tokens only."""
     compiled: bool = True
     """Compile each tower; heads and loss stay eager."""
+    by_layer: bool = False
+    """Compile each layer of BERT alone, in a sixth of the time, instead of the whole of it."""
     attention_dropout: float = 0.1
     frozen_layers: int = 0
     """Layers of BERT that are frozen together with its embeddings."""
@@ -32,7 +34,12 @@ class Form:
 
 PEERS = Form(name="stock: peers' style, eager, NCHW, mask", channels_last=False, mask=True, compiled=False)
 COMPILED = Form(name="stock: channels last, no mask, towers compiled")
-PADDED = Form(name="stock: padded to 128, mask, towers compiled", mask=True, attention_dropout=0.0)
+PADDED = Form(
+    name="stock: padded to 128, mask, image tower and BERT's layers compiled",
+    mask=True,
+    by_layer=True,
+    attention_dropout=0.0,
+)
 FROZEN = dataclasses.replace(PADDED, frozen_layers=6)
 
 
@@ -66,8 +73,9 @@ class StockConVIRT(nn.Module):
             part.requires_grad_(not form.frozen_layers)
 
     def compile_towers(self) -> None:
-        """Compile both towers for fixed shapes."""
-        self.image, self.text = (torch.compile(tower, dynamic=False) for tower in (self.image, self.text))
+        """Compile both towers, or the image tower and BERT's layers, for fixed shapes."""
+        for part in (self.image, *(self.text.encoder.layer if self.form.by_layer else (self.text,))):
+            part.compile(dynamic=False)
 
     def forward(self, image_BCHW: Tensor, ids_BT: Tensor, mask_BT: Tensor) -> Tensor:
         """Return the loss."""

@@ -15,16 +15,19 @@ import torch
 from gpu_lines.bench import Bench
 from gpu_lines.line import Row
 from gpu_lines.profiling import profile_steps
+from medvl.schema import Batch
 
 # Internals on purpose: the figures are those of `medvl doctor`.
-from medvl.train.doctor.timers import peak_memory, seconds_of, synchronize
+from medvl.train.doctor.timers import flops_per_sample, peak_memory, seconds_of, synchronize
 
 Mark = Callable[[], None]
 Run = Callable[[int, Mark], None]
 """Function `run(steps, mark)` that makes steps, and calls `mark` before each of them and after the last one."""
 
-_LEAD = 2
-"""Untimed steps at the start of a turn: memory is allocated again, and the host gets ahead of the device."""
+_LEAD = 1
+"""Untimed steps at the start of a turn, in which memory is allocated again."""
+_ROUND_SECONDS, _FEWEST = 1.0, 4
+"""Length of a round of slow steps, and their least number."""
 _MS = 1000.0
 
 
@@ -41,6 +44,17 @@ def repeat(step: Callable[[int], object]) -> Run:
     return run
 
 
+class Flops:
+    """Operations of a sample, forward and backward: counted on medvl's model and used for all contenders of a line."""
+
+    def __init__(self) -> None:
+        self.per_sample: float | None = None
+
+    def count(self, model: Any, batch: Batch, bench: Bench) -> None:
+        """Count the operations of a model, which is moved to the device, as `medvl doctor` does."""
+        self.per_sample = flops_per_sample(model.to(bench.device), batch.to(bench.device), bench.precision)
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Contender:
     """One way to do the work of a line."""
@@ -50,8 +64,8 @@ class Contender:
     """Makes model and inputs on the device and returns the steps."""
     samples: int
     """Samples of a step."""
-    flops: float | None = None
-    """Operations per sample of forward and backward pass."""
+    flops: Flops | None = None
+    """Operations of a sample, known when all contenders are built."""
     unit: str = "pairs/s"
     warm_up: int = 2
     """Untimed steps after the first one, so that all shapes are compiled."""
@@ -101,9 +115,12 @@ def make_clock(device: torch.device) -> EventClock | HostClock:
 
 
 def measure_in_turns(
-    bench: Bench, contenders: Sequence[Contender], *, steps: int = 12, rounds: int = 3, profiled: int = 3
+    bench: Bench, contenders: Sequence[Contender], *, steps: int = 12, rounds: int = 3, profiled: int = 2
 ) -> list[Row]:
-    """Measure contenders round by round, then profile a few steps of each; errors are recorded in their rows."""
+    """Measure contenders round by round, then profile a few steps of each; errors are recorded in their rows.
+
+    A round has `steps` steps, or fewer of slow ones.
+    """
     steps, rounds, profiled = bench.size((steps, rounds, profiled), (2, 1, 1))
     turns: dict[str, _Turns] = {}
     rows = {contender.name: Row(contender=contender.name, unit=contender.unit) for contender in contenders}
@@ -145,6 +162,7 @@ class _Turns:
         self._run(bench.size(contender.warm_up, 1), _ignore)
         synchronize(device)
         self._warm_up = time.perf_counter() - started
+        self._seconds = seconds_of(lambda: self._run(1, _ignore), device)
         shared = 0 if contender.shares is None or contender.shares not in others else others[contender.shares].own
         self.own: int = allocated(device) - before + shared
         """Bytes that the contender holds between its steps."""
@@ -155,6 +173,7 @@ class _Turns:
     def round(self, steps: int) -> None:
         """Time some steps."""
         device, clock = self._bench.device, make_clock(self._bench.device)
+        steps = min(steps, max(_FEWEST, round(_ROUND_SECONDS / self._seconds)))
         self._run(_LEAD if device.type == "cuda" else 0, _ignore)
         synchronize(device)
         reset_peak(device)
@@ -182,10 +201,10 @@ class _Turns:
         row.profile = profile_steps(lambda count: self._run(count, _ignore), steps, self._bench.device)
 
 
-def set_flops(row: Row, flops: float | None, bench: Bench) -> None:
+def set_flops(row: Row, flops: Flops | None, bench: Bench) -> None:
     """Enter the rate of operations into a row with a rate of samples."""
-    if flops is not None and row.rate is not None:
-        row.tflops = row.rate * flops / 1e12
+    if flops is not None and flops.per_sample is not None and row.rate is not None:
+        row.tflops = row.rate * flops.per_sample / 1e12
         row.mfu = row.tflops / bench.ceiling_tflops
 
 

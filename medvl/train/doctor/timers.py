@@ -15,7 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from medvl.schema import Batch
 from medvl.train.optim.precision import Precision
 
-_COUNTED = 8
+COUNTED = 8
 """Samples whose operations are counted: all but the similarity matrix of a contrastive loss grows with the batch."""
 
 
@@ -73,14 +73,19 @@ def flops_per_sample(model: nn.Module, batch: Batch, precision: Precision) -> fl
     Only matrix products and convolutions count. Attention is counted in its unfused form, without the recomputation of
     a fused kernel. The model is called uncompiled, and its gradients are cleared afterwards.
     """
-    few = first_rows(batch, _COUNTED)
+    few = first_rows(batch, COUNTED)
+    return count_operations(lambda: model.forward(few).total, model, precision) / len(few)
+
+
+def count_operations(loss: Callable[[], Tensor], model: nn.Module, precision: Precision) -> int:
+    """Return the operations of a loss of a model and of its backward pass, counted as `flops_per_sample` does."""
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
         with precision.autocast():
-            loss = model.forward(few).total
-        loss.backward()
+            value = loss()
+        value.backward()
     for parameter in model.parameters():
         parameter.grad = None
-    return counter.get_total_flops() / len(few)
+    return counter.get_total_flops()
 
 
 def first_rows(batch: Batch, count: int) -> Batch:
