@@ -147,6 +147,13 @@ def test_the_time_limit_ends_a_line(command: ModuleType, tmp_path: Path, monkeyp
     assert "the time limit was reached within this line" in (tmp_path / "table.md").read_text()
 
 
+def test_a_machine_without_git_has_no_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from gpu_lines.records import context_of
+
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert context_of(torch.device("cpu"), 1.0, True)["commit"] == "unknown"
+
+
 def test_tiny_and_full_sizes_are_not_mixed(
     command: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -40,8 +40,6 @@ def context_of(device: torch.device, ceiling: float, dry_run: bool) -> dict[str,
     import torchvision
     import transformers
 
-    command = ["git", "rev-parse", "--short", "HEAD"]
-    found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)  # a copy has no commit
     return {
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU",
         "ceiling_tflops": ceiling,
@@ -49,10 +47,20 @@ def context_of(device: torch.device, ceiling: float, dry_run: bool) -> dict[str,
         "cudnn": torch.backends.cudnn.version() if device.type == "cuda" else None,
         "torchvision": torchvision.__version__,
         "transformers": transformers.__version__,
-        "commit": found.stdout.strip() or "unknown",
+        "commit": _commit(),
         "date": datetime.date.today().isoformat(),
         "dry_run": dry_run,
     }
+
+
+def _commit() -> str:
+    """Return the short hash of the commit; "unknown" in a copy without a history, or where git is not installed."""
+    command = ["git", "rev-parse", "--short", "HEAD"]
+    try:
+        found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    except OSError:
+        return "unknown"
+    return found.stdout.strip() or "unknown"
 
 
 def write_records(folder: Path, records: Mapping[str, Record]) -> None:
