@@ -277,6 +277,80 @@ def test_large_batches_are_halved_on_a_small_gpu(tmp_path: Path, monkeypatch: py
     assert dataclasses.replace(bench, dry_run=True).large_batch(1024, 4) == 4
 
 
+class FakeGPU:
+    """Stand-in for `torch.cuda`, with a clock that work advances, and memory that it takes and gives back."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.ms, self.held, self.peak, self.is_idle = 0.0, 0, 0, True
+        gpu = self
+
+        class Event:
+            def __init__(self, enable_timing: bool) -> None:
+                assert enable_timing
+
+            def record(self, stream: None) -> None:
+                self.at = gpu.ms
+
+            def elapsed_time(self, other: "Event") -> float:
+                assert gpu.is_idle, "times are read after the device was waited for"
+                return other.at - self.at
+
+        def wait(device: torch.device) -> None:
+            self.is_idle = True
+
+        def reset(device: torch.device) -> None:
+            assert self.is_idle, "work before the timed steps would count"
+            self.peak = self.held
+
+        functions: dict[str, Any] = {
+            "Event": Event,
+            "synchronize": wait,
+            "current_stream": lambda device: None,
+            "memory_allocated": lambda device: self.held,
+            "max_memory_allocated": lambda device: self.peak,
+            "reset_peak_memory_stats": reset,
+            "empty_cache": lambda: None,
+        }
+        for name, function in functions.items():
+            monkeypatch.setattr(torch.cuda, name, function)
+
+    def work(self, ms: float, taken: int) -> None:
+        self.is_idle, self.ms, self.peak = False, self.ms + ms, max(self.peak, self.held + taken)
+
+
+def test_times_and_memory_on_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By events; the memory of a contender is its own, also while the models of others are held."""
+    from gpu_lines import timing
+
+    gpu, full = FakeGPU(monkeypatch), full_bench(tmp_path)
+    bench = dataclasses.replace(full, ranks=dataclasses.replace(full.ranks, device=torch.device("cuda", 0)))
+    monkeypatch.setattr(timing, "profile_steps", lambda run, steps, device: {"steps": steps})
+
+    def build(ms: float, model: int, step: int) -> Any:
+        gpu.held += model
+        return timing.repeat(lambda number: gpu.work(ms + number % 2, step))
+
+    def too_large(*sizes: float) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    def contender(name: str, *sizes: Any, make: Any = build, shares: str | None = None) -> Any:
+        return timing.Contender(name=name, build=lambda: make(*sizes), samples=1000, shares=shares)
+
+    contenders = [
+        contender("ours", 10.0, 4_000, 500),
+        contender("too large", make=too_large),
+        contender("theirs", 20.0, 9_000, 1_500),
+        contender("the same model", 20.0, 0, 100, shares="theirs"),
+    ]
+    ours, failed, theirs, same = timing.measure_in_turns(bench, contenders, steps=10)
+    assert (ours.ms, ours.ms_p10, ours.ms_p90) == (10.5, 10.0, 11.0)
+    assert ours.rate == pytest.approx(1000 * 1000 / 10.5)
+    assert [round(row.gb * 1e9) for row in (ours, theirs, same)] == [4_500, 10_500, 9_100]
+    assert failed.error == "OutOfMemoryError: CUDA out of memory"
+    assert failed.ms is None
+    assert theirs.profile == {"steps": 2}
+
+
 def test_shards_are_written_once(tmp_path: Path) -> None:
     bench = dataclasses.replace(full_bench(tmp_path), dry_run=True)
     (train := tmp_path / "shards-6-64" / "train").mkdir(parents=True)
