@@ -19,6 +19,7 @@ from typing import Any, Self
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._dynamo import maybe_mark_dynamic
 
 from medvl.common.cpu_rows import filling_rows
 
@@ -60,7 +61,7 @@ class Packing:
         filling = min(filling_rows(len(index_N), index_N.device), mask_BT.numel() - len(index_N))
         index_R = torch.cat([index_N, index_N[:1].expand(filling)])
         for index in (index_R, index_N):
-            torch._dynamo.maybe_mark_dynamic(index, 0)
+            maybe_mark_dynamic(index, 0)
         return cls(mask_BT, index_R, index_N, F.pad(end_B, (1, 0)).int())
 
     def pack(self, padded_BTx: Tensor) -> Tensor:
