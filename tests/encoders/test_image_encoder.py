@@ -162,6 +162,35 @@ def test_transformers_reject_another_size(name: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("name", "arguments"),
+    [
+        ("timm:vit_tiny_patch16_224", {"dynamic_img_size": True, **TINY_VIT}),
+        ("timm:swin_tiny_patch4_window7_224", {"dynamic_img_size": True, "embed_dim": 12, "num_heads": (1, 1, 1, 1)}),
+        ("timm:naflexvit_base_patch16_gap", TINY_VIT),
+    ],
+)
+def test_transformers_with_dynamic_size_reject_partial_patches(name: str, arguments: dict[str, Any]) -> None:
+    encoder = make_encoder(name, **arguments)
+    with raises(ConfigError, "mismatch", "image_size"):
+        encoder(image(side=70))
+    with raises(ConfigError, "mismatch", "image_size"):
+        encoder.grid(64, 70)
+    assert encoder(image(side=64)).patches_BPD.shape[0] == 2
+
+
+def test_padding_accepts_partial_patches() -> None:
+    encoder = make_encoder("vit_b16", dynamic_img_size=True, dynamic_img_pad=True, **TINY_VIT)
+    assert encoder(image(side=70)).grid == (5, 5)
+
+
+@pytest.mark.parametrize("options", [{}, {"dynamic_img_size": True}])
+def test_embedding_rejects_another_size(options: dict[str, Any]) -> None:
+    encoder = make_encoder("vit_b16", **options, **TINY_VIT)
+    with raises(ConfigError, "mismatch", "image_size"):
+        encoder.embed(image(side=70))
+
+
+@pytest.mark.parametrize(
     ("name", "table", "arguments"),
     [("vit_b16", "pos_embed", TINY_VIT), ("clip_vit_b16", "positional_embedding", {"width": 64, "layers": 1})],
 )

@@ -77,6 +77,8 @@ class VisionAdapter(abc.ABC):
 
     fixed_size: bool = False
     """Whether the model accepts only the size that it was built or resized for."""
+    patch_size: Size = (1, 1)
+    """Height and width of images must be multiples of these, unless the size is fixed."""
     keep: str | None = None
     """Name of the model's `PatchSelection` submodule; None if the model needs all patches."""
     has_attention: bool = False

@@ -127,11 +127,7 @@ class ImageEncoder(Encoder):
                 one ("unsupported").
         """
         prepared = self._normalize(image_BCHW, check=not normalized)
-        size = (prepared.shape[2], prepared.shape[3])
-        if self._adapter.fixed_size and size != self.image_size:
-            advice = "resize them, or create the encoder with this image_size"
-            message = f"{self.name} expects images of {self.image_size} pixels, got {size}: {advice}"
-            raise ConfigError(message, "mismatch", field="image_size")
+        self._check_size(prepared)
         attention_BP = None
         with self._selecting(keep_BK=keep_BK), self._usable_statistics(prepared):
             if output_attention:
@@ -160,7 +156,9 @@ class ImageEncoder(Encoder):
         Raises:
             ConfigError: as `forward`; "unsupported" unless this is a vision Transformer of timm.
         """
-        return self._adapter.embed(self.backbone, self._normalize(image_BCHW, check=True))
+        prepared = self._normalize(image_BCHW, check=True)
+        self._check_size(prepared)
+        return self._adapter.embed(self.backbone, prepared)
 
     def encode_tokens(self, hidden_BTD: Tensor, mask_BT: Tensor | None) -> Sequence[Tensor]:
         """Return all states (B, T, D): before each block, the input first, and after the last block's norm.
@@ -218,6 +216,19 @@ class ImageEncoder(Encoder):
         if channels == 3 and self.in_channels == 1:
             image = (image * image.new_tensor(_LUMINANCE).view(1, 3, 1, 1)).sum(dim=1, keepdim=True)
         return (image - self._mean) / self._std
+
+    def _check_size(self, image_BCHW: Tensor) -> None:
+        """Raise ConfigError ("mismatch") if the backbone does not accept images of this size."""
+        size, patch = (image_BCHW.shape[2], image_BCHW.shape[3]), self._adapter.patch_size
+        if self._adapter.fixed_size:
+            fits, expected = size == self.image_size, f"of {self.image_size} pixels"
+            advice = "create the encoder with this image_size"
+        else:
+            fits = size[0] % patch[0] == 0 and size[1] % patch[1] == 0
+            expected, advice = f"whose sides are multiples of {patch} pixels", "create it with dynamic_img_pad=True"
+        if not fits:
+            message = f"{self.name} expects images {expected}, got {size}: resize them, or {advice}"
+            raise ConfigError(message, "mismatch", field="image_size")
 
     def _check_range(self, image_BCHW: Tensor) -> None:
         """Raise ConfigError if floats are pixels in 0..1 or 0..255. Only one batch: reading the range waits for a GPU.

@@ -77,7 +77,7 @@ def create_image_encoder(
 
     Raises:
         ConfigError: the name or an argument is unknown ("unknown_name", with the nearest names in the message) or out
-            of range ("out_of_range").
+            of range ("out_of_range"), or image_size does not divide into patches ("mismatch").
         WeightsError: the weights are not available ("not_found") or do not fit ("mismatch").
     """
     library, model, preset = _resolve(name)

@@ -100,7 +100,7 @@ class ClipTimmAdapter(VisionAdapter):
 
     def __init__(self, net: Any, projection: bool) -> None:
         self.trunk = TimmAdapter(net.trunk)
-        self.fixed_size = self.trunk.fixed_size
+        self.fixed_size, self.patch_size = self.trunk.fixed_size, self.trunk.patch_size
         self.keep = f"trunk.{self.trunk.keep}" if self.trunk.keep else None
         self.projection = projection
         if not projection:

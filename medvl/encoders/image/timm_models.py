@@ -31,6 +31,7 @@ class TimmAdapter(VisionAdapter):
         from timm.models import Hiera
 
         self.fixed_size = bool(net.pretrained_cfg.get("fixed_input_size")) and not getattr(net, "dynamic_img_size", 0)
+        self.patch_size = _whole_patches(net)
         self.prefix = int(getattr(net, "num_prefix_tokens", None) or 0)
         self.by_stage = False
         self.has_map_norm = not isinstance(net, Hiera)  # its norm follows the pooling
@@ -192,6 +193,13 @@ def _class_attention(attention: Any, tokens_BTD: Tensor) -> Tensor:
     )
     scores_BTh = (query_B1hd.float() * key_BThd.float()).sum(dim=3) * attention.scale
     return scores_BTh.softmax(dim=1).mean(dim=2)
+
+
+def _whole_patches(net: Any) -> Size:
+    """Return the size of a patch if images must divide into patches; (1, 1) if the model pads or crops them."""
+    embedding = getattr(net, "patch_embed", None) or getattr(net, "embeds", None)
+    is_checked = getattr(embedding, "img_size", None) is not None or getattr(embedding, "is_linear", False)
+    return _size(embedding.patch_size) if is_checked and not getattr(embedding, "dynamic_img_pad", True) else (1, 1)
 
 
 def _size(size: Any) -> Size:
