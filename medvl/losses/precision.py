@@ -24,6 +24,18 @@ def mean_of(total: Tensor, count: Tensor) -> Tensor:
     return total / torch.where(count > 0, count, 1)
 
 
+def one_number(name: str, value: Tensor | float) -> Tensor | float:
+    """Return a scale, bias or temperature as float32 without dimensions, so that it changes no dtype and no shape.
+
+    Raises ValueError naming the argument unless it is one number.
+    """
+    if not isinstance(value, Tensor):
+        return value
+    if value.numel() != 1:
+        raise ValueError(f"{name} must be one number, got a tensor of shape {shapes(value)}")
+    return value.float().reshape(())
+
+
 def shapes(*tensors: Tensor) -> str:
     """Return the shapes of tensors, for error messages."""
     return " and ".join(str(tuple(tensor.shape)) for tensor in tensors)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -30,6 +31,24 @@ def check_zero_with_gradient(loss: Callable[..., Tensor], *inputs: Tensor) -> No
     for leaf in leaves:
         assert leaf.grad is not None
         assert not leaf.grad.any()
+
+
+def check_one_number(loss: Callable[[Tensor], Tensor], value: float) -> None:
+    """Check that a learned scale has the same effect with and without a dimension and in float64, and is one number."""
+    results = []
+    for shape in ((), (1,), (1, 1)):
+        for dtype in (torch.float32, torch.float64):
+            scale = torch.full(shape, value, dtype=dtype, requires_grad=True)
+            result = loss(scale)
+            assert result.dtype == torch.float32
+            result.sum().backward()
+            assert scale.grad is not None
+            assert (scale.grad.shape, scale.grad.dtype) == (shape, dtype)
+            results.append((result.detach(), scale.grad.float().reshape(())))
+    for other in results[1:]:
+        torch.testing.assert_close(other, results[0], rtol=0, atol=0)
+    with pytest.raises(ValueError, match="one number"):
+        loss(torch.full((2,), value))
 
 
 def check_precision(loss: Callable[..., Tensor], *inputs: Tensor) -> None:

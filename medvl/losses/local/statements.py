@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from medvl.losses.precision import full_precision, shapes
+from medvl.losses.precision import full_precision, one_number, shapes
 
 _CHUNK_BYTES = 2**29
 """Memory of the scores of one chunk of columns."""
@@ -52,7 +52,7 @@ def patch_cosine(tokens_NKE: Tensor, texts_ME: Tensor, scale: Tensor | float, *,
     2504.07416, section 3.2). Tokens and texts need not have unit length. `chunk` is the number of texts compared at a
     time, by default as many as fit in 512 MiB; chunks are recomputed in the backward pass, with equal results.
 
-    Raises ValueError on inconsistent shapes, or an image without tokens.
+    Raises ValueError on inconsistent shapes, a scale of several numbers, or an image without tokens.
     """
     fits = tokens_NKE.ndim == 3 and texts_ME.ndim == 2 and tokens_NKE.shape[2] == texts_ME.shape[1]
     if not fits or not tokens_NKE.shape[1]:
@@ -60,7 +60,7 @@ def patch_cosine(tokens_NKE: Tensor, texts_ME: Tensor, scale: Tensor | float, *,
     images, tokens, dim = tokens_NKE.shape
     with full_precision(tokens_NKE):
         unit_NKE = F.normalize(tokens_NKE.float(), dim=2)
-        factor = torch.as_tensor(scale, device=unit_NKE.device, dtype=torch.float32)
+        factor = torch.as_tensor(one_number("scale", scale), device=unit_NKE.device, dtype=torch.float32)
 
         def compare(unit_NKE: Tensor, text_CE: Tensor, factor: Tensor) -> Tensor:
             cosine_NCK = text_CE @ unit_NKE.transpose(1, 2)

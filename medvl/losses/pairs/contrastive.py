@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from medvl.losses.pairs.blockwise import info_nce, pairwise_sigmoid
-from medvl.losses.precision import check_share, full_precision, product_dtype, shapes
+from medvl.losses.precision import check_share, full_precision, one_number, product_dtype, shapes
 
 # B pairs, E shared embedding dim.
 
@@ -53,10 +53,12 @@ def clip(image_BE: Tensor, text_BE: Tensor, logit_scale: Tensor | float, *, grou
     """Symmetric InfoNCE with a learned scale (Radford et al., arXiv 2103.00020, figure 3).
 
     The caller normalises the embeddings; `logit_scale` multiplies the similarities: the exponential of the parameter
-    that models store. `groups` as for `convirt`. Returns a scalar. Raises ValueError on unequal
-    shapes.
+    that models store, as a number or a tensor with one element. `groups` as for `convirt`.
+
+    Returns a scalar. Raises ValueError on unequal shapes, or a scale of several numbers.
     """
     _check_pairs(image_BE, text_BE, groups)
+    logit_scale = one_number("logit_scale", logit_scale)
     products = product_dtype(image_BE)
     with full_precision(image_BE):
         return info_nce(logit_scale * image_BE.float(), text_BE.float(), 0.5, groups, products=products)
@@ -72,10 +74,13 @@ def siglip(
 ) -> Tensor:
     """Pairwise sigmoid loss (Zhai et al., arXiv 2303.15343, section 3.2): summed over all B x B pairs, divided by B.
 
-    The caller normalises the embeddings. `groups`, (B,) each: rows that agree in any of them are positives.
-    Returns a scalar. Raises ValueError on unequal shapes.
+    The caller normalises the embeddings. `logit_scale` multiplies the similarities and `logit_bias` is added, each a
+    number or a tensor with one element. `groups`, (B,) each: rows that agree in any of them are positives.
+
+    Returns a scalar. Raises ValueError on unequal shapes, or a scale or bias of several numbers.
     """
     _check_pairs(image_BE, text_BE, groups)
+    logit_scale, logit_bias = one_number("logit_scale", logit_scale), one_number("logit_bias", logit_bias)
     products = product_dtype(image_BE)
     with full_precision(image_BE):
         scaled_BE = logit_scale * image_BE.float()

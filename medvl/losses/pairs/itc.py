@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from medvl.losses.precision import check_share, full_precision
+from medvl.losses.precision import check_share, full_precision, one_number
 
 
 def itc(
@@ -37,7 +37,7 @@ def itc(
         image_BE, text_BE: embeddings of the model.
         image_keys_NE, text_keys_NE: embeddings of the moving average: first this batch, row for row, then the queue.
             The teacher's targets are computed from them without gradient; as keys they keep their gradient.
-        temperature: divides all similarities, also the teacher's. See `clamp_temperature_`.
+        temperature: divides all similarities, also the teacher's; one number. See `clamp_temperature_`.
         alpha: weight of the teacher, 0 at the start of training: see `ramped_alpha`.
         positive_BN: bool, keys that are positives of a row besides its own; the one-hot target is divided evenly among
             them. None: key i for row i alone; a pair's own past embeddings in the queue are then negatives.
@@ -46,6 +46,7 @@ def itc(
     ValueError on inconsistent shapes, a temperature of zero or below, or an alpha outside [0, 1].
     """
     check_share("alpha", alpha)
+    temperature = one_number("temperature", temperature)
     if isinstance(temperature, int | float) and temperature <= 0:
         raise ValueError(f"temperature must be above 0, got {temperature}")
     batch, count = len(image_BE), len(image_keys_NE)

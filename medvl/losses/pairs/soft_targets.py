@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from medvl.losses.precision import full_precision, shapes
+from medvl.losses.precision import full_precision, one_number, shapes
 
 LabelSimilarity = Literal["dot", "clamp", "cosine"]
 
@@ -30,11 +30,12 @@ def soft_targets(image_NE: Tensor, text_ME: Tensor, targets_NM: Tensor, logit_sc
         image_NE, text_ME: L2-normalised by the caller. Image i and text i need not belong together.
         targets_NM: similarities before the softmax, such as those of `label_similarity`; they get no gradient. Minus
             infinity excludes a pair from the targets, but not every pair of a row or of a column may be excluded.
-        logit_scale: multiplies the cosines: the exponential of the parameter that models store.
+        logit_scale: multiplies the cosines: the exponential of the parameter that models store; one number.
 
     Returns a scalar: the mean over images plus the mean over texts, halved. 0 with a zero gradient without an image or
     without a text. Raises ValueError on inconsistent shapes.
     """
+    logit_scale = one_number("logit_scale", logit_scale)
     fits = image_NE.ndim == text_ME.ndim == 2 and image_NE.shape[1] == text_ME.shape[1]
     if not fits or targets_NM.shape != (len(image_NE), len(text_ME)):
         got = shapes(image_NE, text_ME, targets_NM)

@@ -4,10 +4,11 @@ import math
 
 import pytest
 import torch
-from helpers.loss_checks import compare
+from helpers.loss_checks import check_one_number, compare
 from torch import Tensor
 
 from medvl import losses
+from medvl.losses.pairs import blockwise
 
 
 def cosine(a_E: Tensor, b_E: Tensor) -> Tensor:
@@ -127,6 +128,15 @@ def test_losses_ignore_autocast() -> None:
         with torch.autocast("cpu", torch.bfloat16):
             torch.testing.assert_close(loss(image_BE, text_BE), plain, rtol=0, atol=0)
         assert loss(image_BE.bfloat16(), text_BE.bfloat16()).dtype == torch.float32
+
+
+@pytest.mark.parametrize("block_bytes", [2**24, 4 * 6 * 2])
+def test_scales_and_biases_are_one_number(block_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(blockwise, "_CPU_BLOCK_BYTES", block_bytes)
+    sides = pairs(6, unit=True)
+    check_one_number(lambda scale: losses.clip(*sides, scale), 2.0)
+    check_one_number(lambda scale: losses.siglip(*sides, scale, -1.0), 2.0)
+    check_one_number(lambda bias: losses.siglip(*sides, 2.0, bias), -1.0)
 
 
 def test_losses_do_not_depend_on_the_order_of_pairs() -> None:

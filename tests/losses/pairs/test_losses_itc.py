@@ -6,7 +6,7 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers.loss_checks import check_precision, check_zero_with_gradient, compare
+from helpers.loss_checks import check_one_number, check_precision, check_zero_with_gradient, compare
 from torch import Tensor
 
 from medvl import losses
@@ -138,6 +138,10 @@ def test_itc_without_pairs_is_zero() -> None:
 
 def test_itc_ignores_autocast() -> None:
     check_precision(lambda *tensors: losses.itc(*tensors, temperature=0.07), *example(8, 16))
+
+
+def test_the_temperature_is_one_number() -> None:
+    check_one_number(lambda temperature: losses.itc(*example(3, 2), temperature), 0.07)
 
 
 def test_clamped_temperature_keeps_its_gradient() -> None:

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers.loss_checks import check_precision, check_zero_with_gradient, compare
+from helpers.loss_checks import check_one_number, check_precision, check_zero_with_gradient, compare
 from torch import Tensor
 
 from medvl import losses
@@ -79,6 +79,11 @@ def test_soft_targets_of_a_missing_side_are_zero() -> None:
 def test_soft_targets_are_computed_in_float32() -> None:
     image_NE, text_ME, targets_NM = sides(6, 9)
     check_precision(lambda image, text: losses.soft_targets(image, text, targets_NM, 14.3), image_NE, text_ME)
+
+
+def test_the_scale_is_one_number() -> None:
+    image_NE, text_ME, targets_NM = sides(6, 9)
+    check_one_number(lambda scale: losses.soft_targets(image_NE, text_ME, targets_NM, scale), 14.3)
 
 
 @pytest.mark.parametrize(("kind", "limit"), [("dot", 4.0), ("clamp", 1.0), ("cosine", 1.0)])

@@ -9,6 +9,7 @@ from helpers import gloria_ranks
 from helpers.contrastive_systems import make_batch, radzero
 from helpers.errors import raises
 from helpers.largest import LargestTensor
+from helpers.loss_checks import check_one_number
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -45,6 +46,12 @@ def test_scores_are_those_of_the_formula_in_chunks_too() -> None:
         torch.testing.assert_close(actual_NM, expected_NM)
         actual_NM.square().sum().backward()
         torch.testing.assert_close((tokens_NKE.grad, texts_ME.grad), gradients)
+
+
+def test_the_scale_of_the_attention_is_one_number() -> None:
+    generator = torch.Generator().manual_seed(0)
+    tokens_NKE, texts_ME = torch.randn(2, 5, 8, generator=generator), torch.randn(3, 8, generator=generator)
+    check_one_number(lambda scale: patch_cosine(tokens_NKE, texts_ME, scale), 9.0)
 
 
 @pytest.mark.parametrize("statements", [100, 1651, 20_000])
