@@ -24,6 +24,11 @@ def mean_of(total: Tensor, count: Tensor) -> Tensor:
     return total / torch.where(count > 0, count, 1)
 
 
+def mean_or_zero(values: Tensor) -> Tensor:
+    """Return the mean of all elements; 0 with a zero gradient where there is none."""
+    return values.sum() / max(values.numel(), 1)
+
+
 def one_number(name: str, value: Tensor | float) -> Tensor | float:
     """Return a scale, bias or temperature as float32 without dimensions, so that it changes no dtype and no shape.
 

@@ -1,7 +1,10 @@
 """Losses of autoencoders and diffusion models against their formulas."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
+from helpers.loss_checks import check_zero_with_gradient
 
 from medvl import losses
 
@@ -34,6 +37,46 @@ def test_denoising_refuses_other_shapes_and_a_missing_ratio(pair: tuple[torch.Te
         losses.denoising(pair[0], pair[1][:2])
     with pytest.raises(ValueError, match="snr_B"):
         losses.denoising(*pair, min_snr=5.0)
+
+
+def test_min_snr_keeps_images_without_any_signal(pair: tuple[torch.Tensor, torch.Tensor]) -> None:
+    """A schedule may end at a signal-to-noise ratio of 0: its weight is 1 for noise and 0 for velocity."""
+    snr = torch.tensor([0.0, 0.0, 0.0])
+    assert losses.denoising(*pair, snr, min_snr=5.0).item() == losses.denoising(*pair).item()
+    assert losses.denoising(*pair, snr, min_snr=5.0, target="v").item() == 0
+
+
+def test_losses_of_an_empty_batch_are_zero() -> None:
+    empty, snr = torch.zeros(0, 2, 4, 5), torch.zeros(0)
+    check_zero_with_gradient(losses.denoising, empty, empty)
+    check_zero_with_gradient(lambda a, b: losses.denoising(a, b, snr, min_snr=5.0), empty, empty)
+    check_zero_with_gradient(losses.edge_l1, empty, empty)
+    check_zero_with_gradient(lambda mean, logvar: losses.gaussian_kl(mean, logvar, 20), empty, empty)
+    for part in (0, 1):
+        check_zero_with_gradient(lambda a, b, part=part: losses.reconstruction(a, b)[part], empty, empty)
+
+
+def test_an_image_of_one_pixel_has_no_edges() -> None:
+    pixel = torch.ones(2, 1, 1, 1)
+    check_zero_with_gradient(losses.edge_l1, pixel, 2 * pixel)
+
+
+def test_losses_refuse_tensors_that_would_be_broadcast(pair: tuple[torch.Tensor, torch.Tensor]) -> None:
+    predicted, grey = pair[0], pair[1][:, :1]
+    calls: list[Callable[[], object]] = [
+        lambda: losses.edge_l1(predicted, grey),
+        lambda: losses.reconstruction(predicted, grey),
+        lambda: losses.gaussian_kl(predicted, grey, 100),
+        lambda: losses.denoising(*pair, torch.ones(3, 1, 1, 1), min_snr=5.0),
+    ]
+    for call in calls:
+        with pytest.raises(ValueError, match="shape"):
+            call()
+
+
+def test_denoising_refuses_an_unknown_target(pair: tuple[torch.Tensor, torch.Tensor]) -> None:
+    with pytest.raises(ValueError, match="target"):
+        losses.denoising(*pair, target="velocity")  # type: ignore[arg-type]
 
 
 def test_edges_and_pixels(pair: tuple[torch.Tensor, torch.Tensor]) -> None:

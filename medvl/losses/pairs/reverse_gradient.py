@@ -37,8 +37,8 @@ def modality_confusion(discriminator: nn.Module, image_NE: Tensor, text_ME: Tens
 
     Returns a scalar, the mean over the images and texts of all ranks.
     """
-    is_image_N = torch.cat([torch.ones_like(image_NE[:, 0]), torch.zeros_like(text_ME[:, 0])])
-    logits_N = discriminator(reverse_gradient(torch.cat([image_NE, text_ME])))[:, 0]
+    logits_N = discriminator(reverse_gradient(torch.cat([image_NE, text_ME])))[:, 0].float()
+    is_image_N = (torch.arange(len(logits_N), device=logits_N.device) < len(image_NE)).float()
     error_N = F.binary_cross_entropy_with_logits(logits_N, is_image_N, reduction="none")
     return mean_over_ranks(error_N, torch.ones_like(error_N, dtype=torch.bool))
 

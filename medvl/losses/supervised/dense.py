@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from medvl.losses.gather import gather
-from medvl.losses.precision import full_precision, mean_of, shapes
+from medvl.losses.precision import full_precision, mean_of, mean_or_zero, shapes
 
 _SMOOTH, _TINY = 1e-5, 1e-12
 """Smoothing of Dice and smallest divisor in `lvit`."""
@@ -63,17 +63,18 @@ def bce_dice(logits_BLhw: Tensor, share_BLhw: Tensor, *, smoothing: float = 1.0)
         share_BLhw: fraction of each cell that is covered by the mask, 0 to 1.
         smoothing: e, in cells.
 
-    Returns two scalars. Raises ValueError on unequal shapes.
+    Returns two scalars; 0 with a zero gradient for an empty batch. Raises ValueError on unequal shapes.
     """
     if logits_BLhw.ndim != 4 or logits_BLhw.shape != share_BLhw.shape:
         raise ValueError(f"expected logits and shares of one shape (B, L, h, w), got {shapes(logits_BLhw, share_BLhw)}")
     with full_precision(logits_BLhw):
         logits_BLhw, share_BLhw = logits_BLhw.float(), share_BLhw.float()
-        entropy = F.binary_cross_entropy_with_logits(logits_BLhw, share_BLhw)
+        entropy_BLhw = F.binary_cross_entropy_with_logits(logits_BLhw, share_BLhw, reduction="none")
         marked_BLhw = logits_BLhw.sigmoid()
         shared_BL = (marked_BLhw * share_BLhw).sum(dim=(2, 3))
         both_BL = marked_BLhw.sum(dim=(2, 3)) + share_BLhw.sum(dim=(2, 3))
-        return entropy, (1 - (2 * shared_BL + smoothing) / (both_BL + smoothing)).mean()
+        dice_BL = 1 - (2 * shared_BL + smoothing) / (both_BL + smoothing)
+        return mean_or_zero(entropy_BLhw), mean_or_zero(dice_BL)
 
 
 def lvit(prob_B1HW: Tensor, mask_B1HW: Tensor, weight_B: Tensor | None = None) -> Tensor:

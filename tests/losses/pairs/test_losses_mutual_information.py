@@ -238,3 +238,14 @@ def test_reversed_gradient(dtype: torch.dtype) -> None:
     torch.testing.assert_close(x_BE.grad, torch.full_like(x_BE, -1.0))
     with pytest.raises(ValueError, match="weight"):
         losses.reverse_gradient(x_BE, -1.0)
+
+
+def test_modality_confusion_is_computed_in_float32() -> None:
+    torch.manual_seed(0)
+    image_NE, text_ME = torch.randn(5, 8).bfloat16(), torch.randn(3, 8).bfloat16()
+    discriminator = torch.nn.Linear(8, 1).bfloat16()
+    logits_N = discriminator(torch.cat([image_NE, text_ME]))[:, 0].double()
+    expected = torch.nn.functional.softplus(torch.where(torch.arange(8) < 5, -logits_N, logits_N)).mean()
+    loss = losses.modality_confusion(discriminator, image_NE, text_ME)
+    assert loss.dtype == torch.float32
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-6)

@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from helpers.loss_checks import check_zero_with_gradient
 from torch import Tensor
 
 from medvl import losses
@@ -91,6 +92,12 @@ def test_dice_of_an_empty_mask_and_an_empty_prediction_is_zero() -> None:
     assert dice < 1e-6
     _, marked = losses.bce_dice(torch.full((1, 1, 8, 8), 30.0), torch.zeros(1, 1, 8, 8))
     assert marked == pytest.approx(1 - 1 / 65)
+
+
+@pytest.mark.parametrize("shape", [(0, 2, 4, 4), (3, 0, 4, 4)])
+def test_bce_dice_without_planes_is_zero(shape: tuple[int, ...]) -> None:
+    for part in (0, 1):
+        check_zero_with_gradient(lambda x, part=part: losses.bce_dice(x, torch.zeros(shape))[part], torch.zeros(shape))
 
 
 def test_dense_losses_compute_in_float32() -> None:
