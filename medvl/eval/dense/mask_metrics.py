@@ -73,15 +73,21 @@ class MaskThreshold:
         return mask_HW & (mask_HW.sum() >= self.min_share * mask_HW.size)
 
 
-def mask_areas(map_HW: NDArray[np.floating], truth_HW: NDArray[np.bool_], thresholds: Sequence[float]) -> MaskAreas:
+def mask_areas(map_HW: NDArray[np.generic], truth_HW: NDArray[np.generic], thresholds: Sequence[float]) -> MaskAreas:
     """Return the areas of one image (N = 1). NaN pixels (outside of the model's crop) are in no mask.
 
-    Raises EvaluationError if the sizes differ, or the map is all NaN or has infinite values.
+    The annotated mask is bool, or numbers of which all are 0 or 1; so is a map that is a mask already.
+
+    Raises EvaluationError if the sizes differ, the map is all NaN or has infinite values ("nonfinite"), or the mask has
+    other values ("out_of_range").
     """
+    truth_HW = _as_mask(truth_HW)
     if map_HW.shape != truth_HW.shape:
         raise EvaluationError(f"expected a map of shape {truth_HW.shape}, got {map_HW.shape}", "mismatch")
     if np.isinf(map_HW).any() or np.isnan(map_HW).all():
         raise EvaluationError("the model's maps are not finite: check its weights", "nonfinite")
+    if not np.issubdtype(map_HW.dtype, np.floating):  # thresholds would be rounded to whole numbers
+        map_HW = _as_mask(map_HW).astype(np.float64)
     threshold_T = np.array(thresholds, map_HW.dtype)  # a float32 probability of 0.7 reaches 0.7, as in `MaskThreshold`
     reached_P = np.searchsorted(threshold_T, np.nan_to_num(map_HW, nan=-1.0).ravel(), side="right")
     bins = len(thresholds) + 1
@@ -94,11 +100,24 @@ def mask_areas(map_HW: NDArray[np.floating], truth_HW: NDArray[np.bool_], thresh
     return MaskAreas(intersection_T[None], predicted_T[None], np.array([truth]), np.array([pixels]))
 
 
-def pixel_auroc(map_HW: NDArray[np.floating], truth_HW: NDArray[np.bool_]) -> float:
+def _as_mask(values_HW: NDArray[np.generic]) -> NDArray[np.bool_]:
+    """Return a mask as bool: as an index, numbers would select rows."""
+    mask_HW = values_HW.astype(bool, copy=False)
+    if not np.array_equal(mask_HW, values_HW):
+        message = (
+            "expected a mask of booleans, or of 0 and 1; got other values: compare with a threshold, as in mask > 0"
+        )
+        raise EvaluationError(message, "out_of_range", field="mask")
+    return mask_HW
+
+
+def pixel_auroc(map_HW: NDArray[np.floating], truth_HW: NDArray[np.generic]) -> float:
     """Return the AUROC of an image's pixels; equal values count one half.
 
-    NaN pixels (outside of the model's crop) are below all others. NaN for an image without pixels of either kind.
+    NaN pixels (outside of the model's crop) are below all others. NaN for an image without pixels of either kind. The
+    mask is as for `mask_areas`.
     """
+    truth_HW = _as_mask(truth_HW)
     positive, pixels = int(truth_HW.sum()), truth_HW.size
     if positive in (0, pixels):
         return float("nan")

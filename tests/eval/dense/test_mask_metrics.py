@@ -1,5 +1,6 @@
 """Dice and IoU of masks, and the rules for empty masks."""
 
+import dataclasses
 import math
 from typing import Any, cast
 
@@ -19,6 +20,7 @@ from medvl.eval.dense.mask_metrics import (
     iou,
     left_empty,
     mask_areas,
+    pixel_auroc,
     pooled_metrics,
     stack,
 )
@@ -120,6 +122,26 @@ def test_invalid_maps_are_refused() -> None:
             mask_areas(broken, truth, THRESHOLDS)
     with raises(EvaluationError, "empty"):
         stack([])
+
+
+@pytest.mark.parametrize("kind", [np.uint8, np.int64, np.float32])
+def test_masks_of_numbers_are_those_of_booleans(kind: type) -> None:
+    for map_HW, truth in random_maps(3):
+        expected, actual = (mask_areas(map_HW, mask, THRESHOLDS) for mask in (truth, truth.astype(kind)))
+        for field in dataclasses.fields(MaskAreas):
+            np.testing.assert_array_equal(getattr(actual, field.name), getattr(expected, field.name))
+        np.testing.assert_equal(pixel_auroc(map_HW, truth.astype(kind)), pixel_auroc(map_HW, truth))
+    predicted, truth = np.array([[1, 1, 0, 0]], kind), np.array([[1, 0, 1, 0]], bool)
+    for values in (predicted, predicted.astype(bool)):
+        assert dice(mask_areas(values, truth, THRESHOLDS)).tolist() == [[0.5] * len(THRESHOLDS)]
+
+
+@pytest.mark.parametrize("value", [255, 0.5, np.nan])
+def test_masks_of_other_numbers_are_refused(value: float) -> None:
+    truth = np.array([[0.0, value]])
+    for metric in (lambda mask: mask_areas(np.ones((1, 2)), mask, THRESHOLDS), lambda mask: pixel_auroc(mask, mask)):
+        with raises(EvaluationError, "out_of_range", "mask"):
+            metric(truth)
 
 
 def test_published_rule_of_lvit_smooths_dice_and_gives_empty_pairs_an_iou_of_zero() -> None:
