@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from medvl.errors import EvaluationError
-from medvl.eval.core.metrics import Array, RankedColumn, check_scores
+from medvl.eval.core.metrics import Array, RankedColumn, as_array, check_scores
 
 Statistic = Callable[[Array], Array]
 """Function from counts_NR to values_RK."""
@@ -130,7 +130,7 @@ def bootstrap_metric(
     The function is called once per resample on copies of the drawn rows, in their original order. Raises
     `EvaluationError` if the arrays have different lengths.
     """
-    columns = [np.asarray(array) for array in arrays]
+    columns = [as_array(array) for array in arrays]
     lengths = {len(column) for column in columns}
     if len(lengths) != 1:
         raise EvaluationError(f"expected arrays of the same length, got {sorted(lengths)}", "mismatch", field="arrays")
@@ -153,9 +153,9 @@ def bootstrap_auroc(
 ) -> tuple[Array, Array, Array]:
     """Return the area under the ROC curve per label with 95 % intervals: (auroc_L, low_L, high_L).
 
-    Labels are 1, 0 or NaN (left out); equal scores count one half. All labels share the same resamples of the N rows.
-    See the rules of this module for labels with a single class. Raises `EvaluationError` on other label values or
-    scores that are not finite.
+    Scores and labels are arrays or tensors. Labels are 1, 0 or NaN (left out); equal scores count one half. All labels
+    share the same resamples of the N rows. See the rules of this module for labels with a single class. Raises
+    `EvaluationError` on other label values or scores that are not finite.
     """
     columns = ranked_columns(scores_NL, labels_NL)
     return _bootstrap_columns([column.auroc_R for column in columns], columns[0].n, resamples, seed, groups)

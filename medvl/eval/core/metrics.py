@@ -22,12 +22,20 @@ ECE_BINS = 15
 """Number of equal-width bins over [0, 1] for the calibration error (Guo et al., 2017)."""
 
 
+def as_array(values: ArrayLike) -> NDArray[np.generic]:
+    """Return an array. A tensor may be on any device, need a gradient, or be bfloat16: its decimals become float64."""
+    if not hasattr(values, "detach"):
+        return np.asarray(values)
+    tensor = values.detach().cpu()
+    return np.asarray((tensor.double() if tensor.is_floating_point() else tensor).numpy())
+
+
 def check_scores(scores_NL: ArrayLike, labels_NL: ArrayLike) -> tuple[Array, Array]:
-    """Return scores and labels as float64 arrays of the same (N, L) shape.
+    """Return scores and labels, arrays or tensors, as float64 arrays of the same (N, L) shape.
 
     Raises `EvaluationError` unless shapes agree, scores are finite and labels are 1, 0 or NaN.
     """
-    scores, labels = np.asarray(scores_NL, dtype=np.float64), np.asarray(labels_NL, dtype=np.float64)
+    scores, labels = (as_array(values).astype(np.float64, copy=False) for values in (scores_NL, labels_NL))
     if scores.ndim != 2 or scores.shape != labels.shape or scores.size == 0:
         message = f"expected equal non-empty shapes of scores and labels, got {scores.shape} and {labels.shape}"
         raise EvaluationError(message, "mismatch", field="scores")
@@ -161,7 +169,7 @@ def choose_threshold(scores: ArrayLike, labels: ArrayLike, rule: Literal["f1", "
     """
     metrics = {"f1": "f1", "mcc": "mcc", "youden": "balanced_accuracy"}
     check_choice(rule, metrics, "threshold_rule", error=EvaluationError)
-    scores_NL, labels_NL = check_scores(np.atleast_2d(scores).T, np.atleast_2d(labels).T)
+    scores_NL, labels_NL = check_scores(np.atleast_2d(as_array(scores)).T, np.atleast_2d(as_array(labels)).T)
     scores_N, labels_N = scores_NL[:, 0], labels_NL[:, 0]
     known = ~np.isnan(labels_N)
     order = np.argsort(-scores_N[known], kind="stable")

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+import torch
 from helpers.errors import raises
 from hypothesis import given, settings, strategies as st
 from sklearn import metrics as reference
@@ -181,6 +182,21 @@ def test_bootstrap_metric_uses_same_resamples():
     assert (low_K[0], high_K[0]) == pytest.approx(tuple(np.percentile(loop, (2.5, 97.5))))
     both = bootstrap_metric(lambda a, b: [a.mean(), (a * b).mean()], values_N, 2 * values_N, resamples=5)
     assert both[0] == pytest.approx([values_N.mean(), 2 * (values_N**2).mean()])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+def test_tensors_of_any_precision_and_with_a_gradient_are_accepted(dtype):
+    rng = np.random.default_rng(0)
+    scores = torch.tensor(rng.normal(size=(60, 2)), dtype=dtype, requires_grad=True)
+    labels = torch.tensor(rng.integers(0, 2, size=(60, 2)))
+    plain = scores.detach().double().numpy()
+    for metric in (bootstrap_auroc, bootstrap_average_precision):
+        expected = metric(plain, labels.numpy(), resamples=20)
+        for given_labels in (labels, labels.to(dtype), labels.bool()):
+            np.testing.assert_array_equal(metric(scores, given_labels, resamples=20), expected)
+    np.testing.assert_array_equal(
+        bootstrap_metric(np.median, scores, resamples=20), bootstrap_metric(np.median, plain, resamples=20)
+    )
 
 
 @pytest.mark.parametrize(
