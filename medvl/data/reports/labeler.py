@@ -16,8 +16,9 @@ Among the mentions of a report, positive takes precedence over uncertain, and un
 
 Conventions: doubt of any degree is uncertain ("probable", "unlikely", "borderline"); "consistent with" is positive;
 old, unchanged and partly resolved findings are present; "no new effusion" is negative; vascular congestion and heart
-failure are Edema, as in CheXpert; a blunted costophrenic angle is an effusion unless the sentence names one. The
-labeler reads English reports of chest radiographs and does not correct misspellings.
+failure are Edema, as in CheXpert; a blunted costophrenic angle is an effusion unless the sentence names one; "small
+left, no right effusion" names an effusion of the left. The labeler reads English reports of chest radiographs and does
+not correct misspellings.
 """
 
 import dataclasses
@@ -25,7 +26,7 @@ import re
 from collections.abc import Iterator
 
 from medvl.data.reports import labeler_lexicon as lexicon
-from medvl.data.reports.labeler_cues import Table
+from medvl.data.reports.labeler_cues import EXTENTS, Table
 from medvl.data.reports.labeler_scopes import WORD, Scopes, Span, compile_table
 from medvl.data.reports.sentences import split_sentences
 from medvl.schema import FINDINGS, NEGATIVE, POSITIVE, UNCERTAIN
@@ -34,6 +35,13 @@ _STRENGTH = (NEGATIVE, UNCERTAIN, POSITIVE)
 _NO_NOT = rf"(?!not ){WORD}"
 _CONTRACTION = re.compile(r"(?<=\w)(?<!\bca)n't\b")
 """The end of "isn't"; "can't" has cues of its own."""
+_PARTS = "pleural|lung|focal|apical|basal|basilar|upper|middle|lower|lobe"
+_NAMES = "|".join(compile_table(table).pattern for table in lexicon.MENTIONS.values())
+_SHARED_NOUN = re.compile(
+    rf"\b(?:{EXTENTS}) (?P<side>left|right)(?:[ -]sided)?(?=,? (?:(?:and|but) )?no (?:(?:{EXTENTS}) )?"
+    rf"(?!(?P=side))(?:left|right)(?:[ -]sided)? (?P<noun>(?:(?:{_PARTS}) ){{0,3}}(?:{_NAMES})))"
+)
+"""A side that shares the noun of a negated one: "small left, no right effusion"."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -69,7 +77,12 @@ def label_report(text: str) -> dict[str, int]:
 def find_mentions(text: str) -> list[Mention]:
     """Return all mentions of findings, sentence by sentence; No Finding has none."""
     sentences = (" ".join(sentence.lower().split()) for sentence in split_sentences(text.replace("\u2019", "'")))
-    return [mention for sentence in sentences for mention in _mentions_in(_CONTRACTION.sub(" not", sentence))]
+    return [mention for sentence in sentences for mention in _mentions_in(_rewrite(sentence))]
+
+
+def _rewrite(sentence: str) -> str:
+    """Return the sentence with "not" for its contractions, and with nouns that two sides share behind each of them."""
+    return _SHARED_NOUN.sub(r"\g<0> \g<noun>", _CONTRACTION.sub(" not", sentence))
 
 
 def _mentions_in(sentence: str) -> Iterator[Mention]:

@@ -128,6 +128,7 @@ CUES: tuple[CueTable, ...] = (
         entries=(
             "(?:no|not|nor|neither|without|w/o|never|nothing)", NEGATIVE_OF, "(?:free|clear|cleared) from",
             "rather than", "excludes", "fail* to (?:show|demonstrate|reveal)",
+            "(?:denie[sd]|deny(?:ing)?)",
         ),
     ),
     CueTable(value=None, side="before", entries=("history of", "h/o", "(?:treatment|treated|therapy) (?:for|of)")),
@@ -141,11 +142,15 @@ CLAUSE_ENDS: Table = (
 """Words that end the scope of every cue, as semicolons, colons and parentheses do."""
 
 _SIZES = "tiny|small|mild|moderate|large|severe|minimal|trace|mildly|moderately|severely"
+_CHANGES = "worsen(?:ing|ed)|increas(?:ing|ed)|improv(?:ing|ed)"
 CLAUSE_OPENERS: Table = (
     "(?:there|the|a|an|with|again|stable|unchanged|persistent|new|residual|interval|placement|insertion)",
-    f"(?:{_SIZES}|left|right|bilateral|bibasilar|worsen(?:ing|ed)|increas(?:ing|ed)|improv(?:ing|ed))",
+    f"(?:{_SIZES}|left|right|bilateral|bibasilar|{_CHANGES})",
 )
 """Words that open a clause after a comma, unless an "or" makes it a list."""
+
+EXTENTS = f"{_SIZES}|{_CHANGES}|stable|unchanged|persistent|new|residual"
+"""Words before the side of a finding that is there."""
 
 AND_OPENERS: Table = ("(?:there|the|a|an|with|stable|unchanged|persistent|new|placement)", f"(?:{_SIZES})")
 """Words that open a clause after "and"; those of the second entry only if a finding is named before it."""

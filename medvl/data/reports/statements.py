@@ -44,10 +44,12 @@ _PLACES = {name: re.compile(rf"\b(?:{words})\b") for name, words in (SIDES | ZON
 def statement(finding: str, value: int = POSITIVE, place: str = "") -> str:
     """Return the statement about a finding: 1 is "There is", 0 "There is no", -1 "There is possible".
 
-    `place` is appended as "of the PLACE". Prompts for zero-shot classification are `statement(finding)`.
+    `place` is appended as "of the PLACE", or as "of both sides". Prompts for zero-shot classification are
+    `statement(finding)`.
     """
     name = _NAMES.get(finding, finding).lower()
-    return f"There is {_WORDS[value]}{name}{f' of the {place}' if place else ''}."
+    article = "" if place.startswith("both ") else "the "
+    return f"There is {_WORDS[value]}{name}{f' of {article}{place}' if place else ''}."
 
 
 def statements_of(text: str) -> list[str]:

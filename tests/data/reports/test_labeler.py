@@ -112,6 +112,17 @@ from medvl.schema import FINDINGS
         ("No pneumothorax (small effusion).", {"Pleural Effusion": 1, "Pneumothorax": 0}),
         ("Unremarkable cardiomediastinal silhouette.", {"Cardiomegaly": 0, "Enlarged Cardiomediastinum": 0}),
         ("Unremarkable heart and mediastinum.", {"Cardiomegaly": 0}),
+        ("Small left, no right effusion.", {"Pleural Effusion": 1}),
+        ("Stable moderate right-sided and no left pleural effusion is seen.", {"Pleural Effusion": 1}),
+        ("New left but no large right apical pneumothorax.", {"Pneumothorax": 1}),
+        ("No small left, no right effusion.", {"Pleural Effusion": 0}),
+        ("Catheter on the left, no right effusion.", {"Support Devices": 1, "Pleural Effusion": 0}),
+        ("Small left, no left effusion.", {"Pleural Effusion": 0}),
+        ("Previously seen effusion has resolved.", {"Pleural Effusion": 0}),
+        ("Patient denies pneumonia.", {"Pneumonia": 0}),
+        ("Fever; denied recent pneumonia or fracture.", {"Pneumonia": 0, "Fracture": 0}),
+        ("Effusion in a patient who denies trauma.", {"Pleural Effusion": 1}),
+        ("Denies pneumonia but has an effusion.", {"Pneumonia": 0, "Pleural Effusion": 1}),
     ],
 )  # fmt: skip
 def test_label_report_on_sentences(text: str, expected: dict[str, int]) -> None:

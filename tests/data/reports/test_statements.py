@@ -44,6 +44,9 @@ def rng() -> np.random.Generator:
         ("Left base is clear, right effusion.", ["There is pleural effusion of the right side."]),
         ("Small left effusion, no right effusion.", [
             "There is pleural effusion of the left side.", "There is no pleural effusion of the right side."]),
+        ("Small left, no large right effusion.", [
+            "There is pleural effusion of the left side.", "There is no pleural effusion of the right side."]),
+        ("Opacities in both the lungs.", ["There is lung opacity of both sides."]),
         ("No edema. No edema.", ["There is no edema.", "There is no finding."]),
         ("A PICC is in place. No edema.", ["There is support device.", "There is no edema.", "There is no finding."]),
         ("CT of the chest.", []),
