@@ -118,7 +118,7 @@ def cost_section(found: Measurements, group: tuple[str, str], rows: Sequence[Sys
 
 
 def _picture(plot: Plot, alternative: str) -> Picture:
-    return plot_picture(plot, alternative=alternative, wide=True)
+    return plot_picture(plot, alternative=alternative)
 
 
 def _losses(store: Store, run: Run) -> tuple[list[float], list[float]] | None:

@@ -51,7 +51,6 @@ class Picture:
     scale: ColorScale | None = None
     plot: Plot | None = None
     """Plot that is also written as a file."""
-    wide: bool = False
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -243,10 +242,10 @@ def _height(section: Section) -> float:
     return 120 + sum(30 + row * ((len(strip.pictures) + 2) // 3) for strip in section.strips)
 
 
-def plot_picture(plot: Plot, *, alternative: str, lines: Sequence[str] = (), wide: bool = False) -> Picture:
+def plot_picture(plot: Plot, *, alternative: str, lines: Sequence[str] = ()) -> Picture:
     """Return the picture of a plot."""
     source = "data:image/svg+xml;base64," + base64.b64encode(plot.svg).decode()
-    return Picture(source=source, alternative=alternative, lines=lines, plot=plot, wide=wide)
+    return Picture(source=source, alternative=alternative, lines=lines, plot=plot)
 
 
 def thumbnail_uri(pixels: NDArray[np.uint8], size: int = 192) -> str:
