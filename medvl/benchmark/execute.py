@@ -1,6 +1,7 @@
 """Execution of one run: training or its continuation, cost, and the evaluations that are missing."""
 
 import dataclasses
+import functools
 import json
 import os
 import resource
@@ -109,7 +110,8 @@ def _other(run: Run, store: Store, name: str) -> Path:
     """Return the checkpoint of a run that this one needs. Raises ConfigError unless it is trained."""
     folder = store.out / "runs" / run.needs[name]
     if not (folder / COST).is_file():
-        raise ConfigError(f"the run of {name}, which this one needs, is not trained", "not_found", field="needs")
+        state = "failed" if (folder / FAILURE).is_file() else "is not trained"
+        raise ConfigError(f"the run of {name}, which this one needs, {state}", "not_found", field="needs")
     return folder / "run" / run.budget.weights
 
 
@@ -178,7 +180,7 @@ def _evaluate(run: Run, store: Store, weights: Weights, task: str, folder: Path)
             run=run,
             checkpoint=checkpoint_of(run, store) if weights == "trained" else start,
             folder=folder,
-            others={name: _other(run, store, name) for name in run.needs},
+            other=functools.partial(_other, run, store),
         )
         if task in TASKS:
             result = TASKS[task].evaluate(trained)

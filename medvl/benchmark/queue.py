@@ -14,6 +14,7 @@ from typing import Any
 from medvl.benchmark.execute import THREADS, execute_run
 from medvl.benchmark.plan import Plan
 from medvl.benchmark.run import Run
+from medvl.benchmark.settings import find_references
 from medvl.benchmark.store import COST, FAILURE, Store
 from medvl.common.files import write_atomic
 from medvl.common.interrupts import interrupts_blocked, sigterm_interrupts
@@ -90,12 +91,19 @@ def _execute_here(run: Run, store: Store, report: Report) -> None:
 
 
 def _is_ready(run: Run, store: Store) -> bool:
-    """Return whether the runs that a run needs are trained; where one has failed, so has this one."""
+    """Return whether the runs that a run needs are trained; it fails with one that it starts from.
+
+    Where one failed that only proposes candidates, the run is trained without the evaluation that needs them.
+    """
+    starts = set(find_references(run.settings))
     for name, key in run.needs.items():
         folder = store.out / "runs" / key
-        if (folder / FAILURE).is_file():
+        if (folder / COST).is_file():  # also where its evaluations failed
+            continue
+        if not (folder / FAILURE).is_file():
+            return False
+        if name in starts:
             write_atomic(store.folder(run) / FAILURE, json.dumps({"error": f"the run of {name} failed"}) + "\n")
-        if not (folder / COST).is_file():
             return False
     return True
 

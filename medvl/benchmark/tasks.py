@@ -58,8 +58,8 @@ class Trained:
     checkpoint: Path
     folder: Path
     """Folder for what an evaluation trains itself."""
-    others: Mapping[str, Path]
-    """System -> checkpoint of a run that this one needs."""
+    other: Callable[[str], Path]
+    """Function that returns the checkpoint of a run that this one needs, by name; ConfigError unless it is trained."""
 
 
 Evaluate = Callable[[Trained], Any]
@@ -148,7 +148,7 @@ def _matching(trained: Trained) -> Any:
 
 def _reranking(trained: Trained) -> Any:
     given = trained.run.evaluation
-    [dual_encoder] = load_ensemble([trained.others[given.shortlist_system]])
+    [dual_encoder] = load_ensemble([trained.other(given.shortlist_system)])
     model: Any = load(trained.checkpoint)
     sections = given.sections
     candidates = ShortlistModel(dual_encoder, _read(trained, dual_encoder, _test(trained), sections=sections))
