@@ -76,7 +76,7 @@ def test_losses_refuse_tensors_that_would_be_broadcast(pair: tuple[torch.Tensor,
 
 def test_denoising_refuses_an_unknown_target(pair: tuple[torch.Tensor, torch.Tensor]) -> None:
     with pytest.raises(ValueError, match="target"):
-        losses.denoising(*pair, target="velocity")  # type: ignore[arg-type]
+        losses.denoising(*pair, target="velocity")
 
 
 def test_edges_and_pixels(pair: tuple[torch.Tensor, torch.Tensor]) -> None:

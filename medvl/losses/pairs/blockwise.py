@@ -187,7 +187,13 @@ def _can_fuse() -> bool:
 
 
 def _fused_if_possible(function: Callable[..., Any], tensor: Tensor) -> Callable[..., Any]:
-    """Return the function compiled into one kernel, where the tensor's device has a compiler."""
+    """Return the function compiled into one kernel, where the tensor's device has a compiler.
+
+    Within a function that is compiled as a whole, the function itself: it becomes a part of that graph, and the search
+    for a compiler cannot be traced.
+    """
+    if torch.compiler.is_compiling():
+        return function
     return _fused(function) if tensor.is_cuda and _can_fuse() else function
 
 

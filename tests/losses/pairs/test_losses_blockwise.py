@@ -3,6 +3,7 @@
 import functools
 import math
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Literal
 
 import pytest
@@ -316,6 +317,18 @@ def test_blocks_equal_the_plain_form_in_double_precision(
             assert (mine.cpu() - exact).norm() < apart * exact.norm()
     is_fused = device.type == "cuda" and blockwise._can_fuse()
     assert compiled == ({"_gather_columns", "_softmaxes"} if is_fused else set())
+
+
+def test_a_compiled_step_does_not_search_for_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The search reads the file system, which breaks the graph: here as on a GPU."""
+    monkeypatch.setattr(blockwise, "_can_fuse", lambda: torch._dynamo.graph_break() is None)
+    on_gpu = SimpleNamespace(is_cuda=True)
+
+    def step(x: Tensor) -> Tensor:
+        return blockwise._fused_if_possible(torch.sin, on_gpu)(x)
+
+    x = torch.ones(3)
+    torch.testing.assert_close(torch.compile(step, fullgraph=True, backend="eager")(x), x.sin())
 
 
 def test_the_products_of_a_loss_are_float32_on_a_cpu() -> None:
