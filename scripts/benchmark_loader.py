@@ -16,7 +16,7 @@ import statistics
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import cv2
@@ -39,6 +39,7 @@ from medvl.data import (
     write_shards,
 )
 from medvl.data.corpora.reports import mimic_cxr
+from medvl.schema import Batch
 
 
 def main() -> None:
@@ -56,6 +57,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         source = ShardSource(options.shards or phantom_shards(Path(folder), options.patients))
         count = min(options.images, len(source)) // options.batch * options.batch
+        if not count:
+            parser.error(f"expected images for a batch of {options.batch}, got {min(options.images, len(source))}")
         texts = [text for position in range(count) for text in source.sample(position).sections.values()]
         tokenizer = train_wordpiece(texts)
         sizes = Counter(source.pixels(position).shape for position in range(0, count, 37))
@@ -104,19 +107,23 @@ def make_loader(
     )
 
 
+def endless(loader: Loader) -> Iterator[Batch]:
+    """Yield the batches of a loader's epochs from its position on, one epoch after another."""
+    while True:
+        yield from loader
+
+
 def alternate(source: ShardSource, loader: Loader, count: int) -> tuple[float, float]:
     """Return images per CPU second of the bare loop and of a loader without workers, measured in turns by batch.
 
     The bare loop processes the images of the previous batch, so that neither benefits from cached data.
     """
     positions = {source.key(position): position for position in range(len(source))}
-    batches, floor, spent, done = iter(loader), 0.0, 0.0, 0
+    batches, floor, spent, done = endless(loader), 0.0, 0.0, 0
     previous = [positions[key] for key in next(batches).keys]
     while done < count:
         started = time.process_time()
-        batch = next(batches, None)
-        if batch is None:
-            break
+        batch = next(batches)
         spent += time.process_time() - started
         floor += bare_seconds(source, previous, time.process_time)
         previous = [positions[key] for key in batch.keys]
@@ -126,9 +133,9 @@ def alternate(source: ShardSource, loader: Loader, count: int) -> tuple[float, f
 
 def compare(loaders: Sequence[Loader], count: int) -> list[float]:
     """Return the CPU seconds per image of loaders without workers, in turns by batch, without their first batches."""
-    batches, spent, done = [iter(loader) for loader in loaders], [0.0] * len(loaders), 0
+    batches, spent, done = [endless(loader) for loader in loaders], [0.0] * len(loaders), 0
     first = [next(each) for each in batches]
-    while done < min(count, loaders[0].global_batch * (len(loaders[0]) - 1)):
+    while done < count:
         for number, each in enumerate(batches):
             started = time.process_time()
             next(each)

@@ -6,8 +6,11 @@ import runpy
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
+import simplejpeg
 import torch
 
 SCRIPTS = Path(__file__).parent.parent / "scripts"
@@ -84,6 +87,40 @@ def test_script_runs_at_its_smallest_size(
         pytest.skip("medvl[bench] is not installed")
     assert run(name, SMALLEST[name], monkeypatch) == 0
     assert capsys.readouterr().out.strip()
+
+
+@pytest.mark.parametrize("batches", [1, 2, 3])
+def test_the_benchmark_of_the_loader_reads_on_where_an_epoch_ends(batches: int) -> None:
+    """A loader goes on behind the last batch that was read, which may be the last one of its epoch."""
+    jpeg = simplejpeg.encode_jpeg(np.zeros((64, 64, 1), np.uint8), colorspace="GRAY")
+
+    class Source:
+        """One image under many keys."""
+
+        def __len__(self) -> int:
+            return 2 * batches
+
+        def key(self, position: int) -> str:
+            return f"{position}"
+
+        def image_bytes(self, position: int) -> bytes:
+            return jpeg
+
+    class PairLoader:
+        """Batches of two images, with the position of `medvl.data.Loader`."""
+
+        position = 0
+
+        def __iter__(self) -> Iterator[SimpleNamespace]:
+            for number in range(self.position, batches):
+                self.position += 1
+                yield SimpleNamespace(keys=[f"{2 * number}", f"{2 * number + 1}"])
+            self.position = 0
+
+    script = runpy.run_path(str(SCRIPTS / "benchmark_loader.py"))
+    loader = PairLoader()
+    for _ in range(3):
+        assert min(script["alternate"](Source(), loader, 4)) > 0
 
 
 @pytest.mark.parametrize("name", sorted(HELP))
