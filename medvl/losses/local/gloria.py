@@ -66,7 +66,7 @@ def gloria_local(
     similarity_BB = gloria_similarity(
         regions_BPE, words_BWE, word_mask_BW, temp1=temp1, temp2=temp2, pool=pool, chunk=chunk
     )
-    return gloria_contrast(similarity_BB, word_mask_BW.any(dim=1), temp3)
+    return gloria_contrast(similarity_BB, word_mask_BW.bool().any(dim=1), temp3)
 
 
 def gloria_contrast(similarity_BB: Tensor, has_words_B: Tensor, temp3: float = 10.0) -> tuple[Tensor, Tensor]:
@@ -83,7 +83,7 @@ def gloria_contrast(similarity_BB: Tensor, has_words_B: Tensor, temp3: float = 1
         raise ValueError(f"temp3 must be above 0, got {temp3}")
     if similarity_BB.ndim != 2 or similarity_BB.shape[0] != similarity_BB.shape[1]:
         raise ValueError(f"expected similarities (B, B), got {tuple(similarity_BB.shape)}")
-    logits_BB = temp3 * similarity_BB.float()
+    logits_BB, has_words_B = temp3 * similarity_BB.float(), has_words_B.bool()
     row_B = torch.arange(len(logits_BB), device=logits_BB.device)
     target_B = row_B.masked_fill(~has_words_B, -100)
     # Not minus infinity: without any pair left, the softmax would be NaN.

@@ -33,7 +33,7 @@ def statement_contrast(logits_NM: Tensor, positive_NM: Tensor) -> tuple[Tensor, 
     """
     if logits_NM.ndim != 2 or logits_NM.shape != positive_NM.shape:
         raise ValueError(f"logits and positives must both be (N, M), got {shapes(logits_NM, positive_NM)}")
-    logits_NM = logits_NM.float()
+    logits_NM, positive_NM = logits_NM.float(), positive_NM.bool()
     # Not minus infinity: a column without negatives has no gradient, and no NaN.
     negative_NM = logits_NM.masked_fill(positive_NM, torch.finfo(torch.float32).min)
     count = positive_NM.sum().clamp(min=1)

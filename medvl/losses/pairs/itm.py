@@ -50,6 +50,10 @@ def itm(logits_B2: Tensor, matched_B: Tensor, counted_B: Tensor | None = None) -
     """
     if logits_B2.ndim != 2 or logits_B2.shape[1] != 2 or matched_B.shape != logits_B2.shape[:1]:
         raise ValueError(f"expected logits (B, 2) and targets (B,), got {shapes(logits_B2, matched_B)}")
+    if counted_B is not None:
+        if counted_B.shape != matched_B.shape:
+            raise ValueError(f"counted_B must be ({len(matched_B)},), got {shapes(counted_B)}")
+        counted_B = counted_B.bool()
     with full_precision(logits_B2):
         target_B = matched_B.long() if counted_B is None else matched_B.long().masked_fill(~counted_B, _IGNORED)
         pairs = max(len(logits_B2), 1) if counted_B is None else counted_B.sum().clamp(min=1)

@@ -101,10 +101,12 @@ def information_bound(scores_BN: Tensor, own_B: Tensor, other_BN: Tensor, bound:
         other_BN: bool, True on negatives.
         bound: "dv" is `dv_bound`, "info_nce" `info_nce_bound`.
 
-    Raises ValueError on inconsistent shapes.
+    Raises ValueError on inconsistent shapes, or an unknown bound.
     """
-    lower_bound = {"dv": dv_bound, "info_nce": info_nce_bound}[bound]
-    return lower_bound(scores_BN.gather(1, own_B[:, None])[:, 0], scores_BN, other_BN)
+    bounds = {"dv": dv_bound, "info_nce": info_nce_bound}
+    if bound not in bounds:
+        raise ValueError(f"bound must be one of {', '.join(bounds)}, got {bound!r}")
+    return bounds[bound](scores_BN.gather(1, own_B[:, None])[:, 0], scores_BN, other_BN)
 
 
 class SeparableCritic(nn.Module):

@@ -60,9 +60,9 @@ def multi_positive(logits_NM: Tensor, positive_NM: Tensor, ignored_NM: Tensor | 
     """
     if positive_NM.ndim != 2 or logits_NM.shape[-2:] != positive_NM.shape:
         raise ValueError(f"expected logits (..., N, M) and positives (N, M), got {shapes(logits_NM, positive_NM)}")
-    logits_NM = logits_NM.float()
+    logits_NM, positive_NM = logits_NM.float(), positive_NM.bool()
     if ignored_NM is not None:
-        logits_NM = logits_NM.masked_fill(ignored_NM & ~positive_NM, torch.finfo(torch.float32).min)
+        logits_NM = logits_NM.masked_fill(ignored_NM.bool() & ~positive_NM, torch.finfo(torch.float32).min)
 
     def direction(dim: int) -> Tensor:
         count_N1 = positive_NM.sum(dim=dim, keepdim=True)

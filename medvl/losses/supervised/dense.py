@@ -44,6 +44,7 @@ def detection(
     """
     from torchvision.ops import generalized_box_iou_loss, sigmoid_focal_loss
 
+    inner_BP = inner_BP.bool()  # numbers would be taken for indices
     with full_precision(logits_BPL):
         cells = inner_BP.sum() if count is None else count
         focal = sigmoid_focal_loss(logits_BPL.float(), label_BPL.float(), alpha=alpha, gamma=gamma, reduction="sum")
@@ -96,6 +97,8 @@ def lvit(prob_B1HW: Tensor, mask_B1HW: Tensor, weight_B: Tensor | None = None) -
     if prob_B1HW.ndim != 4 or prob_B1HW.shape != mask_B1HW.shape:
         message = f"expected probabilities and masks of one shape (B, 1, H, W), got {shapes(prob_B1HW, mask_B1HW)}"
         raise ValueError(message)
+    if weight_B is not None and weight_B.shape != prob_B1HW.shape[:1]:
+        raise ValueError(f"weight_B must be ({len(prob_B1HW)},), got {shapes(weight_B)}")
     with full_precision(prob_B1HW):
         p, t = prob_B1HW.float(), mask_B1HW.float()
         weight_B1 = torch.ones_like(p[:, :1, 0, 0]) if weight_B is None else weight_B.float()[:, None]
