@@ -197,7 +197,7 @@ def _class_attention(attention: Any, tokens_BTD: Tensor) -> Tensor:
 
 def _whole_patches(net: Any) -> Size:
     """Return the size of a patch if images must divide into patches; (1, 1) if the model pads or crops them."""
-    embedding = getattr(net, "patch_embed", None) or getattr(net, "embeds", None)
+    embedding: Any = getattr(net, "patch_embed", None) or getattr(net, "embeds", None)
     is_checked = getattr(embedding, "img_size", None) is not None or getattr(embedding, "is_linear", False)
     return _size(embedding.patch_size) if is_checked and not getattr(embedding, "dynamic_img_pad", True) else (1, 1)
 
