@@ -1,4 +1,4 @@
-"""Evaluation of a trained multi-label classifier.
+"""Evaluation of a trained classifier.
 
 Protocol "classification", version 1: the rows of `medvl.eval.classification.scored_images` for the probabilities of
 a `Classifier`.
@@ -7,7 +7,9 @@ a `Classifier`.
   model reads (`config["reads"]` of the results): its text, or both. Labels that were extracted from the text make the
   scores of a model that reads it say little about the image.
 * AUROC and average precision per label and their means; Brier score and calibration error (`ECE_BINS` equal-width
-  bins); yes/no metrics at thresholds chosen only on validation images of other patients.
+  bins); yes/no metrics at thresholds chosen only on validation images of other patients. For a classifier of one label
+  an image, also the accuracy of its likeliest label and the mean of this accuracy over labels, of the images with
+  exactly one label (published for MELINDA).
 * Labels that are neither 1 nor 0 are converted by one named policy, which should be that of training.
 * Intervals: patients are resampled with all their images, or images with `bootstrap_unit="image"`. All rows share the
   resamples.
@@ -27,7 +29,7 @@ from medvl.eval.classification.label_policy import LabelPolicy
 from medvl.eval.classification.scored_images import BootstrapUnit, ClassificationResult, ScoredImages, ThresholdRule
 from medvl.eval.core.full_pass import FullPass, column, input_hashes, samples_by_key
 from medvl.eval.core.interfaces import Loader
-from medvl.eval.core.metric_rows import measure
+from medvl.eval.core.metric_rows import MetricGroup, MetricRow, measure, top1_metrics
 from medvl.models.eval_mode import HasModules, evaluating
 from medvl.schema import Batch
 
@@ -35,9 +37,10 @@ PROTOCOL, PROTOCOL_VERSION = "classification", 1
 
 
 class ClassifierModel(HasModules, Protocol):
-    """A multi-label classifier such as `medvl.models.LabelModel`."""
+    """A classifier such as `medvl.models.LabelModel`."""
 
     reads: str
+    one_label: bool
 
     @property
     def config(self) -> Any:
@@ -91,7 +94,11 @@ def classify(
         thresholds = scoring.choose_thresholds(score_labels(model, valid_loader, policy), test, threshold_rule)
     results = scoring.evaluate_scores(
         test,
-        scoring.ranking_groups(test) + scoring.decision_groups(test, thresholds, probabilities=True),
+        [
+            *scoring.ranking_groups(test),
+            *scoring.decision_groups(test, thresholds, probabilities=True),
+            *_accuracy_groups(model, test),
+        ],
         thresholds=thresholds,
         protocol=(PROTOCOL, PROTOCOL_VERSION),
         config={
@@ -139,11 +146,16 @@ def score_labels(model: ClassifierModel, loader: Loader, policy: LabelPolicy) ->
     )
 
 
+def _accuracy_groups(model: ClassifierModel, test: ScoredImages) -> list[MetricGroup]:
+    return [top1_metrics(test.scores_NL, test.labels_NL)] if model.one_label else []
+
+
 class ClassifyEval:
     """AUROC of a classifier during training, without intervals.
 
     `ClassifyEval(loader)(model)` returns "classify/auroc_macro", "classify/auroc_macro_competition" if all five
-    competition findings can be evaluated, and "classify/auroc/<label>" of each evaluable label.
+    competition findings can be evaluated, "classify/auroc/<label>" of each evaluable label, and for a classifier of one
+    label an image "classify/top1_accuracy" and "classify/top1_balanced_accuracy".
     """
 
     def __init__(self, loader: Loader, *, policy: LabelPolicy | None = None) -> None:
@@ -152,8 +164,12 @@ class ClassifyEval:
     def __call__(self, model: ClassifierModel) -> dict[str, float]:
         """Return the metrics of the current model. Raises `EvaluationError` as `classify` does."""
         images = score_labels(model, self.loader, self.policy)
-        rows = measure(scoring.ranking_groups(images)[:1], len(images.samples), resamples=0)
-        values = {row.target: row.value for row in rows if not np.isnan(row.value)}
-        return {
-            f"classify/auroc{'_' if name.startswith('macro') else '/'}{name}": value for name, value in values.items()
-        }
+        aurocs, groups = scoring.ranking_groups(images)[0], _accuracy_groups(model, images)
+        rows = measure([aurocs, *groups], len(images.samples), resamples=0)
+        return {_name(row): row.value for row in rows if not np.isnan(row.value)}
+
+
+def _name(row: MetricRow) -> str:
+    if row.metric != "auroc":
+        return f"classify/{row.metric}"
+    return f"classify/auroc{'_' if row.target.startswith('macro') else '/'}{row.target}"

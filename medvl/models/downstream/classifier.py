@@ -52,9 +52,11 @@ class LabelModel(System):
 
     Attributes:
         reads: what it predicts from, for results and pages: "image", "text" or "image and text".
+        one_label: whether the probabilities of an image add up to 1, because it has exactly one label.
     """
 
     reads: str
+    one_label: bool = False
 
     @abc.abstractmethod
     def probabilities(self, batch: Batch) -> Tensor:

@@ -73,6 +73,7 @@ class FusedClassifier(FusionTask, LabelModel):
             self.label_head = nn.Sequential(nn.Linear(width, width), norm, nn.GELU(), nn.Linear(width, labels))
         init_weights(self.label_head)
         self.reads = {"image_text": "image and text"}.get(config.modalities, config.modalities)
+        self.one_label = config.target == "single_label"
 
     @classmethod
     def on(
@@ -143,7 +144,7 @@ class FusedClassifier(FusionTask, LabelModel):
     def probabilities(self, batch: Batch) -> Tensor:
         """See `LabelModel`."""
         logits_BL = self.label_logits(batch).double()
-        return logits_BL.sigmoid() if self.config.target == "multi_label" else logits_BL.softmax(dim=1)
+        return logits_BL.softmax(dim=1) if self.one_label else logits_BL.sigmoid()
 
 
 def create_fused_classifier(

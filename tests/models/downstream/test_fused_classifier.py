@@ -16,7 +16,7 @@ import medvl
 from medvl.cli import main as cli
 from medvl.data.transforms.image import EvalTransform
 from medvl.errors import ConfigError
-from medvl.eval import LabelPolicy, classify
+from medvl.eval import ClassifyEval, LabelPolicy, classify
 from medvl.models import FusedClassifier, FusedClassifierConfig, create_fused_classifier, create_retrieval, create_vqa
 from medvl.models.checkpoint import load, save
 from medvl.models.fusion_encoders.streams import DualStreamConfig
@@ -221,6 +221,39 @@ def test_evaluator_names_what_was_read(tmp_path: Path, capsys: pytest.CaptureFix
     pages = [page] if page else list((tmp_path / "eval").glob("*.html"))
     assert "Reads" in pages[0].read_text()
     assert "fused_classifier of image" in pages[0].read_text()
+
+
+@pytest.mark.parametrize("target", ["single_label", "multi_label"])
+def test_accuracy_is_of_classifiers_of_one_label(target: Any, tmp_path: Path) -> None:
+    """Of images with exactly one label; an uncertain or missing label leaves its image out."""
+    torch.manual_seed(0)
+    fusion = tiny_model("dual_stream", TOKENIZER, image_encoder="resnet_tiny", image_arguments={}, image_size=32)
+    model = FusedClassifier.on(fusion, NAMES, modalities="image", target=target).eval()
+    nn.init.normal_(model.label_head[-1].weight)
+    shards = make_shards(tmp_path)
+    data = ClassificationDataConfig(
+        train=shards / "train", valid=shards / "validate", image=EvalTransform(size=32), workers=0
+    )
+    images = open_classification(data, model, LabelPolicy().apply, batch=8).valid_images
+    assert images is not None
+    result, during = classify(model, images, resamples=10), ClassifyEval(images)(model)
+    rows = {row.metric: row for row in result.results.rows if row.metric.startswith("top1")}
+    if target == "multi_label":
+        assert not rows
+        assert not any("top1" in name for name in during)
+        return
+    scores_NL, labels_NL = result.images.scores_NL, result.images.labels_NL
+    np.testing.assert_allclose(scores_NL.sum(axis=1), 1)
+    right = [
+        scores.argmax() == labels.tolist().index(1)
+        for scores, labels in zip(scores_NL, labels_NL, strict=True)
+        if sorted(labels.tolist()) == [0, 1]
+    ]
+    assert 0 < len(right) < len(labels_NL)
+    assert rows["top1_accuracy"].n == len(right)
+    assert rows["top1_accuracy"].value == during["classify/top1_accuracy"] == pytest.approx(np.mean(right))
+    assert rows["top1_balanced_accuracy"].value == during["classify/top1_balanced_accuracy"]
+    assert during["classify/auroc_macro"] == next(row.value for row in result.results.rows if row.target == "macro")
 
 
 def test_images_have_the_fused_models_size() -> None:
