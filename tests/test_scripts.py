@@ -27,7 +27,7 @@ SMALLEST = {
     "benchmark_losses": "--batch 64 --dim 8 --repeats 1 --losses info_nce --forms blocks",
     "benchmark_phantom": "--images 8 --size 64 --rounds 1",
     "benchmark_plan": "20",
-    "benchmark_systems": "--size tiny --systems mavl,mrm,m2i2 --tokens 16 --statements 2",
+    "benchmark_systems": "--size tiny --systems mavl,mrm,m2i2,arl,berthop,lvit,uniter --tokens 16 --statements 2",
     "benchmark_remote": "--patients 4 --images 8 --batch 4 --repeats 1 --per-shard 4",
     "benchmark_regions": "--images 4 --size 64 --repeats 1 --batch 2 --workers 1 --detectors grid:resnet_tiny",
     "benchmark_serve": "--users 4 --rounds 1 --routes scores",
