@@ -7,6 +7,9 @@ from typing import Literal
 
 from medvl.cli.shards.corpora import Flat
 from medvl.data.knowledge.settings import TransEConfig, UMLSOptions
+from medvl.schema import NEGATIVE, POSITIVE, UNCERTAIN
+
+_VALUES = {POSITIVE: "positive", NEGATIVE: "negative", UNCERTAIN: "uncertain", None: "history"}
 
 
 def build(
@@ -59,18 +62,20 @@ def train(folder: Path, config: Flat[TransEConfig], *, device: str = "cpu") -> s
 
 
 def find(folder: Path, text: str) -> str:
-    """List the entities that a text mentions, in its order.
+    """List the entities that a text mentions, in its order, and whether they are positive, negative or uncertain.
 
     Args:
         folder: graph of `medvl knowledge build`.
         text: a report or a sentence.
     """
     from medvl.data.knowledge.graph import read_knowledge
+    from medvl.data.reports.negation import mention_values
 
     graph = read_knowledge(folder)
+    mentions = graph.finder().find(text)
     rows = [
-        f"{text[start:end]}\t{graph.identifiers[entity]}\t{graph.names[entity][0]}"
-        for start, end, entity in graph.finder().find(text)
+        f"{text[start:end]}\t{graph.identifiers[entity]}\t{graph.names[entity][0]}\t{_VALUES[value]}"
+        for (start, end, entity), value in zip(mentions, mention_values(text, mentions), strict=True)
     ]
     return "\n".join(rows) or "no entity found"
 

@@ -9,7 +9,8 @@
 - Case and accents are ignored, because uncased vocabularies lose them. Names that a text without case cannot tell from
   an English function word ("ALL", "AS", "IT") are therefore left out, and so are names of a single character, without a
   letter, or of more than `MAX_WORDS` words.
-- Negated mentions count like others, as in ARL: "no effusion" mentions an effusion.
+- Negated mentions count like others, as in ARL: "no effusion" mentions an effusion. `medvl.data.mention_values` has
+  the value of each.
 
 A finder keeps 16 bytes for each name, a hash of its words and its entity, and no strings; the time to search a text is
 linear in its length. Two different names have one hash with a probability of 5e-20.

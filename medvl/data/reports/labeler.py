@@ -33,7 +33,7 @@ from medvl.schema import FINDINGS, NEGATIVE, POSITIVE, UNCERTAIN
 
 _STRENGTH = (NEGATIVE, UNCERTAIN, POSITIVE)
 _NO_NOT = rf"(?!not ){WORD}"
-_CONTRACTION = re.compile(r"(?<=\w)(?<!\bca)n't\b")
+CONTRACTION = re.compile(r"(?<=\w)(?<!\bca)n't\b")
 """The end of "isn't"; "can't" has cues of its own."""
 _PARTS = "pleural|lung|focal|apical|basal|basilar|upper|middle|lower|lobe"
 _NAMES = "|".join(compile_table(table).pattern for table in lexicon.MENTIONS.values())
@@ -82,7 +82,7 @@ def find_mentions(text: str) -> list[Mention]:
 
 def _rewrite(sentence: str) -> str:
     """Return the sentence with "not" for its contractions, and with nouns that two sides share behind each of them."""
-    return _SHARED_NOUN.sub(r"\g<0> \g<noun>", _CONTRACTION.sub(" not", sentence))
+    return _SHARED_NOUN.sub(r"\g<0> \g<noun>", CONTRACTION.sub(" not", sentence))
 
 
 def _mentions_in(sentence: str) -> Iterator[Mention]:
