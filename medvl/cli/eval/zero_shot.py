@@ -14,6 +14,7 @@ def zero_shot(
     *,
     valid: Path | None = None,
     prompts: str | None = None,
+    labels: tuple[str, ...] = (),
 ) -> None:
     """Evaluate zero-shot classification on a folder of shards, with intervals and a page.
 
@@ -24,6 +25,7 @@ def zero_shot(
         prompts: name of a prompt set (`medvl list prompts`) or path of a JSON file of your own, of the format in
             docs/pages/guides/evaluation.md; default chexpert_ensemble, and statements for systems that are trained on
             statements (RadZero, CARZero, MedKLIP, KAD, MAVL).
+        labels: findings to evaluate; default all that have prompts and are labels of the shards.
     """
     from medvl.common.ranks import rank_and_world
     from medvl.eval.core.open import load_ensemble, open_for_evaluation, open_source
@@ -33,7 +35,8 @@ def zero_shot(
 
     prompt_set, source = None if prompts is None else load_prompts(prompts), open_source(data, checkpoint)
     if prompt_set is not None:
-        evaluate.common_classes(prompt_set, source)  # errors of prompts and data come before the models are loaded
+        # errors of prompts and data come before the models are loaded
+        evaluate.common_classes(prompt_set.for_labels(source.label_names, labels), source)
     models = load_ensemble(checkpoint, shared.device)
     read = functools.partial(
         open_for_evaluation,
@@ -47,6 +50,7 @@ def zero_shot(
         models,
         read(source),
         prompt_set,
+        labels=labels,
         valid_loader=None if valid is None else read(open_source(valid, checkpoint)),
         policy=label.policy(),
         threshold_rule=label.threshold_rule,

@@ -58,6 +58,7 @@ def zero_shot(
     loader: Loader,
     prompts: PromptSet | str | Path | None = None,
     *,
+    labels: Sequence[str] = (),
     valid_loader: Loader | None = None,
     policy: LabelPolicy | None = None,
     threshold_rule: ThresholdRule = "f1",
@@ -75,6 +76,7 @@ def zero_shot(
         loader: test images with labels, opened for evaluation.
         prompts: a prompt set, the name of a built-in one, or the path of a JSON file; None for that of the model, or of
             the first of an ensemble (`DualEncoder.zero_shot_prompts`).
+        labels: classes to evaluate; empty for all that are labels of the data.
         valid_loader: images of other patients, on which thresholds are chosen; None for no yes/no metrics.
         policy: conversion of uncertain and missing labels.
         threshold_rule: metric that thresholds maximise.
@@ -88,7 +90,7 @@ def zero_shot(
         SplitError: test and validation images share patients.
     """
     scoring.check_bootstrap_unit(bootstrap_unit)
-    prompts = _prompt_set(prompts, model[0] if isinstance(model, Sequence) else model)
+    prompts = _prompt_set(prompts, model[0] if isinstance(model, Sequence) else model, loader.source, labels)
     policy = policy or LabelPolicy()
     members = _checkpoint_hashes(checkpoint, len(model) if isinstance(model, Sequence) else 1)
     hashes = {"checkpoint": _ensemble_hash(members), "prompts": prompts.sha256}
@@ -196,10 +198,12 @@ def _describe(
     }
 
 
-def _prompt_set(prompts: PromptSet | str | Path | None, model: Model) -> PromptSet:
-    if isinstance(prompts, PromptSet):
-        return prompts
-    return load_prompts(default_prompts(model) if prompts is None else prompts)
+def _prompt_set(
+    prompts: PromptSet | str | Path | None, model: Model, source: Source, labels: Sequence[str]
+) -> PromptSet:
+    if not isinstance(prompts, PromptSet):
+        prompts = load_prompts(default_prompts(model) if prompts is None else prompts)
+    return prompts.for_labels(source.label_names, labels)
 
 
 class ZeroShotEval:
@@ -219,7 +223,8 @@ class ZeroShotEval:
         autocast: torch.dtype | None = None,
     ) -> None:
         self.loader, self.autocast = loader, autocast
-        self.prompts = prompts if isinstance(prompts, PromptSet) else load_prompts(prompts)
+        prompts = prompts if isinstance(prompts, PromptSet) else load_prompts(prompts)
+        self.prompts = prompts.for_labels(loader.source.label_names)
         self.policy = policy or LabelPolicy()
         common_classes(self.prompts, loader.source)
 

@@ -8,7 +8,9 @@ modalities, planes):
      "classes": {"CT": {"positive": ["Axial CT image."]}, "MR": {"positive": ["Sagittal MR image."]}}}
 
 "version", "description" and "ensemble" may be left out (1, "", "similarity_mean").
-A class is evaluated on the label column of the same name. Scoring rules:
+A class is evaluated on the label column of the same name. "other_classes", which may be left out as well, has the
+sentences of label columns that are not listed, with {} for the column's name in lower case:
+{"positive": ["There is {}."]}. Scoring rules:
 
 * "pair_softmax": softmax over (positive, negative) similarities divided by the temperature; a probability. CheXzero
   uses temperature 1: the ranking does not depend on the temperature, but the probabilities stay near 0.5.
@@ -43,7 +45,7 @@ COMPETING: tuple[Scoring, ...] = ("class_softmax", *STANDARDIZED)
 WITHOUT_NEGATIVES: tuple[Scoring, ...] = ("positive", *COMPETING)
 Ensemble = Literal["similarity_mean", "similarity_max", "embedding_mean", "embedding_mean_raw"]
 
-_OPTIONAL = {"version": 1, "description": "", "ensemble": "similarity_mean"}
+_OPTIONAL = {"version": 1, "description": "", "ensemble": "similarity_mean", "other_classes": None}
 """Fields that a file may leave out, with their values."""
 _FOLDER = Path(__file__).parent / "prompt_sets"
 
@@ -54,6 +56,13 @@ class ClassPrompts:
 
     positive: tuple[str, ...]
     negative: tuple[str, ...] = ()
+
+    def filled(self, noun: str) -> "ClassPrompts":
+        """Return the sentences with `noun` in place of {}."""
+        positive, negative = (
+            tuple(text.replace("{}", noun) for text in texts) for texts in (self.positive, self.negative)
+        )
+        return ClassPrompts(positive, negative)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -72,6 +81,8 @@ class PromptSet:
     embeddings (only for models without a local term): of the normalised ones, or "raw", of the projections before they
     are normalised, as BioViL does it."""
     classes: Mapping[str, ClassPrompts]
+    other_classes: ClassPrompts | None = None
+    """Sentences of labels that are not in `classes`, with {} for the name; None: such labels are not evaluated."""
     sha256: str
     """sha256 of the file."""
 
@@ -89,6 +100,22 @@ class PromptSet:
         selected = dataclasses.replace(self, classes={name: self.classes[name] for name in names})
         _check_classes(self.name, selected)
         return selected
+
+    def for_labels(self, names: Sequence[str], chosen: Sequence[str] = ()) -> "PromptSet":
+        """Return the set for data with these labels: with `other_classes` for those that it does not list.
+
+        With `chosen`, only those classes are kept. Raises `EvaluationError` for one that is no label or has no
+        sentences.
+        """
+        unknown = [name for name in chosen if name not in names]
+        if unknown:
+            message = f"the data have no label {', '.join(unknown)}; they have {', '.join(names) or 'none'}"
+            raise EvaluationError(message, "unknown_name", field="labels")
+        others, more = self.other_classes, {}
+        if others is not None:
+            more = {name: others.filled(name.lower()) for name in names if name not in self.classes}
+        extended = dataclasses.replace(self, classes={**self.classes, **more})
+        return extended.select(chosen) if chosen else extended
 
     def texts(self) -> tuple[str, ...]:
         """Return every distinct sentence, in order of appearance."""
@@ -143,6 +170,7 @@ def _parse(data: Any, where: str, sha256: str) -> PromptSet:
         "temperature": (int, float),
         "ensemble": str,
         "classes": dict,
+        "other_classes": (dict, type(None)),
     }
     if not isinstance(data, dict):
         raise _malformed(
@@ -165,9 +193,19 @@ def _parse(data: Any, where: str, sha256: str) -> PromptSet:
     if not 0 < data["temperature"] < float("inf"):
         raise _malformed(f"{where}: expected temperature > 0, got {data['temperature']}", "temperature", "out_of_range")
     classes = {name: _parse_class(prompts, f"{where}: class {name!r}") for name, prompts in data["classes"].items()}
-    prompts = PromptSet(**{**data, "temperature": float(data["temperature"]), "classes": classes, "sha256": sha256})
+    parsed = {"classes": classes, "other_classes": _parse_others(data["other_classes"], where)}
+    prompts = PromptSet(**{**data, **parsed, "temperature": float(data["temperature"]), "sha256": sha256})
     _check_classes(where, prompts)
     return prompts
+
+
+def _parse_others(data: Any, where: str) -> ClassPrompts | None:
+    if data is None:
+        return None
+    others = _parse_class(data, f"{where}: other_classes")
+    if not all("{}" in text for text in (*others.positive, *others.negative)):
+        raise _malformed(f"{where}: other_classes: expected {{}} in each sentence, for the name", "other_classes")
+    return others
 
 
 def _parse_class(data: Any, where: str) -> ClassPrompts:
@@ -199,15 +237,17 @@ def _combine(data: Mapping[str, Any], where: str, side: str) -> list[str]:
 
 
 def _check_classes(where: str, prompts: PromptSet) -> None:
+    others = {} if prompts.other_classes is None else {"other_classes": prompts.other_classes}
+    classes = {**prompts.classes, **others}
     if prompts.scoring in WITHOUT_NEGATIVES:
-        with_negative = [name for name, sides in prompts.classes.items() if sides.negative]
+        with_negative = [name for name, sides in classes.items() if sides.negative]
         if with_negative:
             text = f"{where}: {prompts.scoring} does not use negative sentences, but {with_negative[0]!r} has some"
             raise _malformed(text, "scoring", "conflict")
         if prompts.scoring in COMPETING and len(prompts.classes) < 2:
             raise _malformed(f"{where}: {prompts.scoring} needs at least two classes", "classes")
         return
-    without = [name for name, sides in prompts.classes.items() if not sides.negative]
+    without = [name for name, sides in classes.items() if not sides.negative]
     if without or not prompts.classes:
         message = f"{where}: {prompts.scoring} needs negative sentences of each class; see {without[:3]}"
         raise _malformed(message, "classes")

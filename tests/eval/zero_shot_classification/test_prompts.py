@@ -230,3 +230,28 @@ def test_statements_are_those_of_training_and_scored_alone(tmp_path):
     both = {"CT": {"positive": ["A CT image."], "negative": ["An MR image."]}}
     with raises(EvaluationError, "conflict", "scoring"):
         load_prompts(written(tmp_path, valid_file(scoring="positive", classes=both)))
+
+
+def test_labels_that_a_set_does_not_list_have_its_sentences_of_other_classes(tmp_path):
+    """Published figures of RadZero and CARZero are of the labels of ChestX-ray14, PadChest and other corpora."""
+    names = ("Edema", "Laminar Atelectasis", "Mass")
+    statements = load_prompts("statements").for_labels(names)
+    assert list(statements.classes) == [*FINDINGS, "Laminar Atelectasis", "Mass"]
+    assert statements.classes["Laminar Atelectasis"].positive == (statement("Laminar Atelectasis"),)
+    assert list(load_prompts("statements").for_labels(names, ("Mass", "Edema")).classes) == ["Mass", "Edema"]
+    assert load_prompts("chexpert_pairs").for_labels(names) == load_prompts("chexpert_pairs")
+    pair = {"positive": ["A {} is seen."], "negative": ["No {}."]}
+    both = {"CT": {"positive": ["CT."], "negative": ["MR."]}}
+    path = written(tmp_path, valid_file(scoring="margin", classes=both, other_classes=pair))
+    (sentences,) = load_prompts(path).for_labels(("Mass",), ("Mass",)).classes.values()
+    assert (sentences.positive, sentences.negative) == (("A mass is seen.",), ("No mass.",))
+    for chosen, field, code in ((("Hernia",), "labels", "unknown_name"), (("Mass",), "names", "unknown_name")):
+        with raises(EvaluationError, code, field):
+            load_prompts("chexpert_pairs").for_labels(names, chosen)
+    for others, field, code in (
+        ({"positive": ["There is a mass."]}, "other_classes", "malformed"),
+        ({"positive": ["{}"], "negative": ["no {}"]}, "scoring", "conflict"),
+        (["{}"], "other_classes", "wrong_type"),
+    ):
+        with raises(EvaluationError, code, field):
+            load_prompts(written(tmp_path, valid_file(other_classes=others)))

@@ -377,6 +377,23 @@ def test_zero_shot_lists_classes_without_labels():
         zero_shot(FakeModel(), FakeLoader(make_source(random_labels()[:, :2], ("CT", "MR"))), "chexpert_pairs")
 
 
+def test_statements_score_every_label_of_the_data_or_those_that_are_chosen():
+    """Of ChestX-ray14's 14 findings, 7 have CheXpert's names: the mean was over these and No Finding."""
+    names = ("Edema", "Hernia", "Mass")
+    source = make_source(random_labels()[:, :3], names)
+    result = zero_shot(FakeModel(), FakeLoader(source), "statements", resamples=0)
+    assert result.images.names == names
+    assert "Hernia" in result.results.config["prompts"]["classes"]
+    rows = [result.results.row("auroc", name).value for name in names]
+    assert result.results.row("auroc", "macro").value == pytest.approx(sum(rows) / 3)
+    assert set(ZeroShotEval(FakeLoader(source), "statements")(FakeModel())) >= {"zero_shot/auroc/Hernia"}
+    chosen = zero_shot(FakeModel(), FakeLoader(source), "statements", labels=("Mass", "Edema"), resamples=0)
+    assert chosen.images.names == ("Mass", "Edema")
+    assert chosen.results.row("auroc", "macro").value == pytest.approx((rows[0] + rows[2]) / 2)
+    with raises(EvaluationError, "unknown_name", "labels"):
+        zero_shot(FakeModel(), FakeLoader(source), "statements", labels=("Fracture",), resamples=0)
+
+
 def test_zero_shot_rejects_labels_of_single_class():
     source = make_source(np.zeros((5, 2)), ("Edema", "Fracture"))
     with raises(EvaluationError, "empty", "labels", names="Edema, Fracture"):
