@@ -8,13 +8,14 @@
 
 Preset `paper`: the settings of the authors' configuration, with RAD-DINO as the frozen encoder, the best of the paper's
 table. RAD-DINO and MPNet come from the hub on first use. Differences: the labeler writes the statements, where the
-authors had a language model of 70 billion parameters (`--data.text.source file` takes such statements); images are
-those of all views, without the other images of MS-CXR's patients if they are held out. Published with 518 pixels and
-four H100s: 52 GPU hours.
+authors had a language model of 70 billion parameters (such statements are taken from a file, whose studies `medvl
+knowledge statements` names as the shards do); images are those of all views, without the other images of MS-CXR's
+patients if they are held out. Published with 518 pixels and four H100s: 52 GPU hours.
 
 Goals of one GPU and one day on MIMIC-CXR, zero-shot with prompts `statements`: mean AUROC of CheXpert's five at least
-0.90, of ChestX-ray14 0.80, of PadChest's 192 labels 0.84, of SIIM 0.92, and pointing game of MS-CXR 0.84. A run of ours
-needs the credentialed data.
+0.90, of ChestX-ray14 0.80, of PadChest's 192 labels 0.84 (`medvl shards padchest --annotators physician --splits
+test=1`), of SIIM 0.92, and pointing game of MS-CXR 0.84. The published means are of findings: name them with `medvl
+eval zero-shot --labels` where the data have No Finding too. A run of ours needs the credentialed data.
 
 Preset `tiny`: the encoders, augmentation and schedule of `recipes/convirt_mimic.py tiny` from scratch, so that the
 image encoder is not frozen, and statements of the labeler.

@@ -11,6 +11,8 @@ from medvl.schema import NEGATIVE, POSITIVE, UNCERTAIN
 
 _VALUES = {POSITIVE: "positive", NEGATIVE: "negative", UNCERTAIN: "uncertain", None: "history"}
 
+_TRAIN = "--data.text statements --data.text.source file --data.text.file {out}"
+
 
 def build(
     umls: Path,
@@ -97,8 +99,26 @@ def radgraph(
 
     study = deidentifier(salt_file).study if named == "mimic" else None
     count = write_statements(radgraph_statements(file, study), out)
-    options = f"--data.text statements --data.text.source file --data.text.file {out} --data.text.relabel true"
+    options = f"{_TRAIN.format(out=out)} --data.text.relabel true"
     return f"Wrote {out}: statements of {count} studies. Train on them: {options}"
+
+
+def statements(file: Path, out: Path, *, salt_file: Path | None = None) -> str:
+    """Name the studies of a file of statements as the shards of MIMIC-CXR do, whose names are hashes.
+
+    Args:
+        file: JSONL with lines {"study": "p10/p10000032/s50414267", "statements": [TEXT, ...]}, such as a language model
+            wrote from the reports. Studies with other names keep theirs.
+        out: JSONL file with the names of the shards.
+        salt_file: salt of the shards.
+    """
+    from medvl.cli.shards.corpora import deidentifier
+    from medvl.data.reports.radgraph import name_in_shards, write_statements
+    from medvl.data.reports.statements import read_statements
+
+    study, known = deidentifier(salt_file).study, read_statements(file)
+    count = write_statements(((name_in_shards(name, study), texts) for name, texts in known.items()), out)
+    return f"Wrote {out}: statements of {count} studies. Train on them: {_TRAIN.format(out=out)}"
 
 
 def _texts(folders: tuple[Path, ...]) -> Iterator[str]:

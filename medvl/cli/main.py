@@ -79,6 +79,7 @@ _GROUPS: dict[str, dict[str, Callable[..., Any]]] = {
         "train": knowledge.train,
         "find": knowledge.find,
         "radgraph": knowledge.radgraph,
+        "statements": knowledge.statements,
     },
     "recipes": recipes.RECIPES,
     "cards": recipes.CARDS,

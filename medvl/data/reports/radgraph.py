@@ -65,8 +65,16 @@ def radgraph_statements(
         except (KeyError, TypeError, AttributeError, ValueError):
             message = f"{path}, report {number}: expected entities with tokens, label and relations to known entities"
             raise ConfigError(message, "malformed", field="file") from None
-        match = _MIMIC.fullmatch(name)
-        yield (name if study is None or match is None else study(*match.groups())), found
+        yield (name if study is None else name_in_shards(name, study)), found
+
+
+def name_in_shards(name: str, study: Callable[[str, str], str]) -> str:
+    """Return the name that the shards of MIMIC-CXR have for a study, such as "p10/p10000032/s50414267.txt".
+
+    `study` makes it from patient and study. Names of another form are returned as they are.
+    """
+    match = _MIMIC.fullmatch(name)
+    return name if match is None else study(*match.groups())
 
 
 def write_statements(statements: Iterable[tuple[str, tuple[str, ...]]], out: Path) -> int:

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
+from medvl.data.reports.statements import read_statements
 from medvl.data.shards.format import MANIFEST
 from medvl.data.shards.verify import check_against
 from medvl.data.storage.webdataset_tars import TarFields, is_tar_pattern
@@ -77,7 +78,7 @@ def open_data(data: DataConfig, model: Any, micro_batch: int) -> DataLoaders:
     """Open the loaders of a pretraining run for this rank.
 
     Raises ShardError where a folder is damaged, SplitError where training and validation share a patient, ConfigError
-    where the batch does not fit the ranks or the model has no tokenizer.
+    where the batch does not fit the ranks, the model has no tokenizer, or a file of statements is of other studies.
     """
     from medvl.data.loading.concat import ConcatSource
     from medvl.data.loading.unpair import UnpairedSource
@@ -96,6 +97,7 @@ def open_data(data: DataConfig, model: Any, micro_batch: int) -> DataLoaders:
         source = ConcatSource([source, *others], data.weights or None)
         if valid is not None:
             check_against(source.manifest, valid.manifest)
+    _check_statements(data.text, source)
     chosen = bind_regions(model, source)
     if data.paired_fraction < 1:
         chosen |= {"paired_fraction": data.paired_fraction, "others": data.others}
@@ -104,6 +106,17 @@ def open_data(data: DataConfig, model: Any, micro_batch: int) -> DataLoaders:
     described = describe(source.manifest, None if valid is None else valid.manifest, **chosen)
     loader = open_train(data, source, micro_batch, image=data.image, inputs=model.inputs, **options)
     return DataLoaders(loader, *_valid_loaders(data, valid, model, options), described)
+
+
+def _check_statements(text: Any, source: Any) -> None:
+    """Raise ConfigError where a file of statements has none about a study of the data: nothing would be trained."""
+    if not isinstance(text, Statements) or text.file is None:
+        return
+    known = read_statements(text.file)
+    if not any(known.get(source.sample(position).study) for position in range(len(source))):
+        message = f"{text.file} has no statement about a study of data.train: expected the names of the shards' studies"
+        advice = "`medvl knowledge statements` makes them from those of MIMIC-CXR"
+        raise ConfigError(f"{message}; {advice}", "mismatch", field="data.text.file")
 
 
 def _open_tars(data: DataConfig, model: Any, micro_batch: int, options: dict[str, Any]) -> DataLoaders:

@@ -14,6 +14,7 @@ from medvl.data.loading.collate import ItemMaker
 from medvl.data.privacy.deidentify import Deidentifier
 from medvl.data.reports.entities import PLACES
 from medvl.data.reports.radgraph import radgraph_statements, write_statements
+from medvl.data.reports.statements import read_statements
 from medvl.errors import ConfigError
 from medvl.schema import FINDINGS, Inputs, Sample
 
@@ -110,3 +111,17 @@ def test_labels_and_places_of_training_are_those_of_the_file(
             assert found == {"Fracture": 1}
     with raises(ConfigError, "conflict", "relabel"):
         Statements(source="labels", relabel=True)
+
+
+def test_statements_by_names_of_mimic_have_those_of_its_shards(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The salt is that of the shards; other names are kept."""
+    file, out, salt = tmp_path / "written.jsonl", tmp_path / "statements.jsonl", tmp_path / "salt"
+    salt.write_text("00" * 32)
+    names = NAME, "p10/p10000032/s50414267x", "own"
+    file.write_text("".join(json.dumps({"study": name, "statements": [name]}) + "\n" for name in names))
+    main(["knowledge", "statements", "--file", str(file), "--out", str(out), "--salt-file", str(salt)])
+    assert f"--data.text.file {out}" in capsys.readouterr().out
+    hashed = Deidentifier.from_file(salt).study("10000032", "50414267")
+    assert dict(read_statements(out)) == {hashed: (NAME,), names[1]: (names[1],), "own": ("own",)}

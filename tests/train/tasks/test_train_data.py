@@ -1,6 +1,7 @@
 """Data of a pretraining run: missing folders, shared patients, the same batches on any number of ranks."""
 
 import dataclasses
+import json
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,12 @@ from medvl.data.convert.options import ShardOptions, ShardRun
 from medvl.data.convert.pipeline import write_shards
 from medvl.data.corpora.common.tables import Record
 from medvl.data.privacy.deidentify import Deidentifier
+from medvl.data.reports.statements import read_statements
+from medvl.data.shards.source import ShardSource
 from medvl.data.storage.webdataset_tars import TarFields
 from medvl.data.tokenizer.tokenizer import train_wordpiece
 from medvl.data.transforms.image import ConVIRTAugmentation
+from medvl.data.transforms.statements import Statements
 from medvl.data.transforms.text import RandomSentence
 from medvl.errors import ConfigError, ShardError, SplitError
 from medvl.train.tasks.pretraining import DataConfig, DataLoaders, open_data
@@ -157,3 +161,17 @@ def test_webdataset_tars_need_the_number_of_their_samples(shards: Path, model: A
     assert [len(batch) for batch in opened.train] == [4] * 4
     assert "train_manifest" not in opened.described
     assert opened.described["data"]["valid"]["patients"] == 3
+
+
+def test_statements_of_other_studies_are_refused(shards: Path, model: Any, tmp_path: Path) -> None:
+    """Names of MIMIC-CXR in place of the shards' hashes: no sample had a text, and every loss was 0."""
+    source = ShardSource(shards / "train")
+    file = tmp_path / "statements.jsonl"
+    text = Statements(source="file", file=file)
+    for study, statements in (("p10/p10000032/s50414267", ["Edema."]), (source.sample(3).study, [" "])):
+        file.write_text(json.dumps({"study": study, "statements": statements}))
+        with raises(ConfigError, "mismatch", "data.text.file"):
+            open_data(config(shards, text=text), model, 4)
+        read_statements.cache_clear()
+    file.write_text(json.dumps({"study": source.sample(3).study, "statements": ["Edema."]}))
+    assert open_data(config(shards, text=text), model, 4).train is not None
