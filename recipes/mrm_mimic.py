@@ -12,8 +12,7 @@ batches of 8,192. Both warm up for 40 epochs. Vocabulary: `medvl vocab shards/mi
 --max-tokens 256`. Differences: padding and visible words have no loss; mirrored images have mirrored texts, where the
 authors' keep their sides. `ecamp` has no summaries by a language model, reconstructs the large image itself in place
 of a super-resolution head, and masks entities and their neighbours first, where the released code draws every word
-alone, 0.75 of the entities and 0.7 of the others; `maco` reads whole reports and not their first sentences in random
-order.
+alone, 0.75 of the entities and 0.7 of the others.
 
 Goals on MIMIC-CXR, fine-tuned on 1, 10 and 100 % (`medvl train classify_openi` on your shards), the published figures:
 AUROC of ChestX-ray14 0.79, 0.84 and 0.86, of CheXpert 0.89 at each. About 5 EFLOP: five hours of an H200.
@@ -24,7 +23,7 @@ Preset `tiny`: a small ViT on the phantom; the loss says little, probe the encod
 import dataclasses
 from pathlib import Path
 
-from medvl.data import ConVIRTAugmentation, WholeText
+from medvl.data import ConVIRTAugmentation, ShuffledSentences, WholeText
 from medvl.models import MRMConfig
 from medvl.train import Cosine, DataConfig, OptimConfig, Recipe, TrainConfig, launch, pretraining_run, quickstart
 
@@ -73,6 +72,7 @@ ecamp = dataclasses.replace(
 maco = dataclasses.replace(
     paper,
     model=_MACO,
+    data=dataclasses.replace(paper.data, text=ShuffledSentences()),
     optim=dataclasses.replace(paper.optim, lr=2.5e-4, schedule=Cosine(warmup_steps=2 * EPOCH // 2_048)),
     train=dataclasses.replace(paper.train, run_dir=Path("runs/maco"), epochs=51, global_batch=2_048, accumulate=1),
 )

@@ -124,6 +124,7 @@ if TYPE_CHECKING:
     from medvl.data.transforms.text import (
         RandomSection as RandomSection,
         RandomSentence as RandomSentence,
+        ShuffledSentences as ShuffledSentences,
         SwappedSentences as SwappedSentences,
         TextPair as TextPair,
         WholeText as WholeText,

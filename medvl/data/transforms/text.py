@@ -94,6 +94,24 @@ class SwappedSentences:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class ShuffledSentences:
+    """Some of the sentences in random order, their number drawn uniformly from 1 to all (MaCo, arXiv 2309.05904).
+
+    Sentences are divided by blank lines.
+    """
+
+    sections: tuple[str, ...] = REPORT_SECTIONS
+
+    def __call__(self, sections: Mapping[str, str], rng: np.random.Generator) -> str:
+        texts = choose_sections(sections, self.sections)
+        sentences = _sentences(texts, min_tokens=1)
+        if not sentences:
+            return " ".join(texts)
+        kept = rng.permutation(len(sentences))[: rng.integers(1, len(sentences) + 1)]
+        return "\n\n".join(sentences[place] for place in kept.tolist())
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class WholeText:
     """The joined sections, without randomness, for retrieval and validation with whole reports."""
 

@@ -11,7 +11,14 @@ from medvl.data.shards.verify import check_against
 from medvl.data.storage.webdataset_tars import TarFields, is_tar_pattern
 from medvl.data.transforms.image import ConVIRTAugmentation, EvalTransform, RandomCrop
 from medvl.data.transforms.statements import SectionOrStatement, Statements, TextOrLabels
-from medvl.data.transforms.text import RandomSection, RandomSentence, SwappedSentences, TextPair, WholeText
+from medvl.data.transforms.text import (
+    RandomSection,
+    RandomSentence,
+    ShuffledSentences,
+    SwappedSentences,
+    TextPair,
+    WholeText,
+)
 from medvl.errors import ConfigError
 from medvl.schema import Inputs
 from medvl.train.tasks.common import (
@@ -56,6 +63,7 @@ class DataConfig(LoaderConfig):
         | RandomSection
         | SectionOrStatement
         | SwappedSentences
+        | ShuffledSentences
         | TextPair
         | Statements
         | TextOrLabels

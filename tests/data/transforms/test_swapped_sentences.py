@@ -7,7 +7,7 @@ from helpers.errors import raises
 from medvl.data.loading.collate import sample_rng
 from medvl.data.reports.sentences import sentence_spans, split_sentences
 from medvl.data.tokenizer.tokenizer import train_wordpiece
-from medvl.data.transforms.text import SwappedSentences
+from medvl.data.transforms.text import ShuffledSentences, SwappedSentences
 from medvl.errors import ConfigError
 
 SECTIONS = {
@@ -74,3 +74,15 @@ def test_short_texts_and_settings() -> None:
     assert policy({}, rng(0)) == ""
     with raises(ConfigError, "out_of_range", "swap_probability"):
         SwappedSentences(swap_probability=1.0)
+
+
+def test_some_sentences_in_random_order_are_of_any_number_with_equal_probability() -> None:
+    """The released code of MaCo shuffles a report's sentences and keeps the first k."""
+    texts = [ShuffledSentences()(SECTIONS, rng(seed)).split("\n\n") for seed in range(900)]
+    known = {*SENTENCES, "Unchanged."}
+    assert all(len(set(text)) == len(text) and set(text) <= known for text in texts)
+    shares = np.bincount([len(text) for text in texts]) / len(texts)
+    assert shares == pytest.approx(np.array([0, *[1 / len(known)] * len(known)]), abs=0.06)
+    assert {text[0] for text in texts if len(text) > 1} == known
+    assert ShuffledSentences()({"findings": "___"}, rng(0)) == "___"
+    assert ShuffledSentences()({}, rng(0)) == ""

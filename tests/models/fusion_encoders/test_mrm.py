@@ -12,6 +12,7 @@ from helpers import gloria_ranks
 from helpers.errors import raises
 
 from medvl.common.seeding import seeded
+from medvl.data import ShuffledSentences
 from medvl.data.tokenizer.tokenizer import train_wordpiece
 from medvl.errors import ConfigError
 from medvl.losses.masked.mim import mask_patches
@@ -273,3 +274,4 @@ def test_presets_have_the_published_batches_and_warm_up() -> None:
         batches[name] = train.global_batch, train.epochs, round(schedule.warmup_steps * train.global_batch / images)
     assert batches == {"paper": (256, 200, 40), "ecamp": (8_192, 120, 40), "maco": (2_048, 51, 2)}
     assert "--views" not in found["MAKE_DATA"]
+    assert isinstance(found["PRESETS"]["maco"].data.text, ShuffledSentences)
