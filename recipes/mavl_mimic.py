@@ -1,6 +1,7 @@
 """MAVL on MIMIC-CXR: queries of the visual aspects of findings (Phan et al., CVPR 2024, arXiv 2403.07636).
 
     torchrun --nproc-per-node 2 recipes/mavl_mimic.py --data.train DIR/train --data.valid DIR/validate
+    torchrun recipes/mavl_mimic.py --data.text.source file --data.text.file RADGRAPH.jsonl --data.text.relabel True
     torchrun recipes/mavl_mimic.py tiny            # data of `medvl phantom quickstart`, two CPU cores
     torchrun recipes/mavl_mimic.py tiny --help     # every setting
 
@@ -20,7 +21,7 @@ Preset `tiny`: 12 epochs from the encoders of `recipes/convirt_mimic.py tiny`, w
 import dataclasses
 from pathlib import Path
 
-from medvl.data import ConVIRTAugmentation, WholeText
+from medvl.data import ConVIRTAugmentation, Statements
 from medvl.eval import ZeroShotEval
 from medvl.models import MAVLConfig
 from medvl.train import Cosine, DataConfig, OptimConfig, TrainConfig, ZeroShotRecipe, launch, quickstart, zero_shot_run
@@ -31,7 +32,7 @@ paper = ZeroShotRecipe(
     data=DataConfig(
         train="shards/mimic-cxr/train",
         valid=Path("shards/mimic-cxr/validate"),
-        text=WholeText(),
+        text=Statements(joined=True),
         image=dataclasses.replace(
             ConVIRTAugmentation.crop(224, area=(0.2, 1.0), flip="swap_text"), brightness=0.4, contrast=0.4
         ),

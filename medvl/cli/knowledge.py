@@ -11,7 +11,8 @@ from medvl.schema import NEGATIVE, POSITIVE, UNCERTAIN
 
 _VALUES = {POSITIVE: "positive", NEGATIVE: "negative", UNCERTAIN: "uncertain", None: "history"}
 
-_TRAIN = "--data.text statements --data.text.source file --data.text.file {out}"
+_TRAIN = "--data.text.source file --data.text.file {out}"
+"""Options of the recipes of RadZero, CARZero, MedKLIP, KAD and MAVL."""
 
 
 def build(
@@ -99,7 +100,7 @@ def radgraph(
 
     study = deidentifier(salt_file).study if named == "mimic" else None
     count = write_statements(radgraph_statements(file, study), out)
-    options = f"{_TRAIN.format(out=out)} --data.text.relabel true"
+    options = f"{_TRAIN.format(out=out)} --data.text.relabel True"
     return f"Wrote {out}: statements of {count} studies. Train on them: {options}"
 
 

@@ -1,6 +1,7 @@
 """Statements from RadGraph's annotations: both forms of labels, names, places, damaged files, and training on them."""
 
 import json
+import runpy
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,9 @@ from medvl.data.reports.radgraph import radgraph_statements, write_statements
 from medvl.data.reports.statements import read_statements
 from medvl.errors import ConfigError
 from medvl.schema import FINDINGS, Inputs, Sample
+from medvl.train.recipe_cli import choose
+
+RECIPES = Path(__file__).parents[3] / "recipes"
 
 NAME = "p10/p10000032/s50414267.txt"
 LONG = {"DP": "definitely present", "DA": "definitely absent", "U": "uncertain"}
@@ -90,7 +94,12 @@ def test_labels_and_places_of_training_are_those_of_the_file(
     graphs, out = tmp_path / "graphs.json", tmp_path / "statements.jsonl"
     graphs.write_text(json.dumps({"s": report(long=False)}))
     main(["knowledge", "radgraph", "--file", str(graphs), "--out", str(out), "--named", "shards"])
-    assert "statements of 1 studies" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "statements of 1 studies" in printed
+    for name in ("radzero", "carzero", "medklip", "kad", "mavl"):
+        presets = runpy.run_path(str(RECIPES / f"{name}_mimic.py"))["PRESETS"]
+        chosen = choose(presets, printed.partition("Train on them: ")[2].split()).data.text
+        assert (chosen.source, chosen.file, chosen.relabel) == ("file", out, True)
     assert write_statements(radgraph_statements(graphs), tmp_path / "again.jsonl") == 1
     sample = Sample(
         key="k", corpus="c", split="train", patient="p", study="s",
