@@ -75,6 +75,20 @@ def test_equal_statements_are_positives() -> None:
     published = carzero(positives="own").eval()
     published.load_state_dict(model.state_dict())
     assert all(terms[name] < value for name, value in published(rows).terms.items())
+    images, texts = model.embed_images(rows.image_BCHW), model.embed_ids(rows.ids_BT, rows.mask_BT)
+    others = {0: [2], 1: [2], 2: [0, 1]}
+    for name, scores_NN in (
+        ("image_memory", model.score_pairs(images, texts.global_NE)),
+        ("text_memory", model.score_pairs(texts, images.global_NE)),
+    ):
+        pairs = [
+            each_NN[i, [j, *others[i]]].logsumexp(dim=0) - each_NN[i, j]
+            for each_NN in (scores_NN, scores_NN.T)
+            for i in others
+            for j in others
+            if j not in others[i]
+        ]
+        torch.testing.assert_close(terms[name], torch.stack(pairs).mean())
     rows.ids_BT[2], rows.mask_BT[2] = rows.ids_BT[0], rows.mask_BT[0]
     assert model(rows).total.item() == 0  # nothing is a negative
 

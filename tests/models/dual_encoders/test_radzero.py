@@ -54,6 +54,31 @@ def test_the_scale_of_the_attention_is_one_number() -> None:
     check_one_number(lambda scale: patch_cosine(tokens_NKE, texts_ME, scale), 9.0)
 
 
+@pytest.mark.parametrize("chunk", [None, 2])
+def test_one_scale_serves_attention_and_logits(chunk: int | None) -> None:
+    """Its gradient is that of both, also through chunks; in float64, with equal statements of unequal counts."""
+    torch.manual_seed(0)
+    tokens_NKE, texts_UE = torch.randn(3, 4, 6, dtype=torch.float64), torch.randn(5, 6, dtype=torch.float64)
+    positive_NU = torch.tensor([[1, 1, 0, 1, 0], [0, 1, 0, 0, 0], [0, 1, 1, 0, 1]]) > 0
+    step = 1e-4
+
+    def total(scale: float) -> Tensor:
+        logits_NU = scale * naive_scores(tokens_NKE, texts_UE, scale)
+        terms = [
+            torch.cat([logits_NU[i, m][None], others]).logsumexp(dim=0) - logits_NU[i, m]
+            for i, m in positive_NU.nonzero().tolist()
+            for others in (logits_NU[:, m][~positive_NU[:, m]], logits_NU[i][~positive_NU[i]])
+        ]
+        return torch.stack(terms).sum() / positive_NU.sum()
+
+    scale = torch.tensor(9.0, requires_grad=True)
+    loss = sum(statement_contrast(scale * patch_cosine(tokens_NKE, texts_UE, scale, chunk=chunk), positive_NU))
+    loss.backward()
+    torch.testing.assert_close(loss.double(), total(9.0), rtol=1e-5, atol=1e-5)
+    expected = (total(9.0 + step) - total(9.0 - step)) / (2 * step)
+    torch.testing.assert_close(scale.grad.double(), expected, rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("statements", [100, 1651, 20_000])
 def test_the_comparison_has_bounded_memory_at_published_size(statements: int) -> None:
     """256 images of 518 pixels: all scores of 1,651 statements at once are 2.3 GB a tensor."""
