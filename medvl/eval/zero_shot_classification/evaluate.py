@@ -74,8 +74,7 @@ def zero_shot(
     Args:
         model: the model, or several as an ensemble.
         loader: test images with labels, opened for evaluation.
-        prompts: a prompt set, the name of a built-in one, or the path of a JSON file; None for that of the model, or of
-            the first of an ensemble (`DualEncoder.zero_shot_prompts`).
+        prompts: a prompt set, the name of a built-in one, or a JSON file; None for the `zero_shot_prompts` of a model.
         labels: classes to evaluate; empty for all that are labels of the data.
         valid_loader: images of other patients, on which thresholds are chosen; None for no yes/no metrics.
         policy: conversion of uncertain and missing labels.
@@ -85,9 +84,8 @@ def zero_shot(
         autocast: dtype of the image encoder, such as `torch.bfloat16`; None for float32.
         checkpoint: directory or file of each model, whose hash is recorded in the results.
 
-    Raises:
-        EvaluationError: no class can be evaluated, images are missing, or scores are not finite.
-        SplitError: test and validation images share patients.
+    Raises EvaluationError where no class can be evaluated, a chosen label is unknown, images are missing or scores are
+    not finite, and SplitError where test and validation images share patients.
     """
     scoring.check_bootstrap_unit(bootstrap_unit)
     prompts = _prompt_set(prompts, model[0] if isinstance(model, Sequence) else model, loader.source, labels)
