@@ -121,6 +121,14 @@ def normed(x_BE: torch.Tensor, mask_BN: torch.Tensor) -> torch.Tensor:
     return loss + torch.stack(list(norm.buffers())[:2]).square().sum()
 
 
+def judge() -> nn.Module:
+    """Return a discriminator of images and texts, the same on every rank."""
+    layer = nn.Linear(16, 1)
+    layer.weight.data.copy_(torch.linspace(-1, 1, 16))
+    layer.bias.data.fill_(0.1)
+    return layer
+
+
 OWN_ROWS: dict[str, Callable[[torch.Tensor, torch.Tensor, slice], torch.Tensor]] = {
     "within sample": lambda image_BE, text_BE, rows: losses.within_sample_nce(
         *(part_BE.unflatten(1, (4, 4)) for part_BE in (image_BE, text_BE)), WORDS[rows], SIMILARITY[rows, :4].exp()
@@ -142,6 +150,7 @@ OWN_ROWS: dict[str, Callable[[torch.Tensor, torch.Tensor, slice], torch.Tensor]]
     "InfoNCE bound": lambda image_BE, text_BE, rows: losses.info_nce_bound(
         (image_BE * text_BE).sum(dim=1), image_BE @ SIMILARITY.repeat(1, 2).T, STUDIES[rows, None] != STUDIES
     ),
+    "modality confusion": lambda image_BE, text_BE, rows: losses.modality_confusion(judge(), image_BE, text_BE),
     "batch norm": lambda image_BE, text_BE, rows: normed(image_BE, WORDS[rows]) + normed(text_BE, WORDS[rows]),
 }
 """Losses that take the rows of this rank, of the given numbers among all."""

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from medvl.losses.gather import mean_over_ranks
+from medvl.losses.precision import full_precision, shapes
 
 
 def reverse_gradient(x: Tensor, weight: float = 1.0) -> Tensor:
@@ -31,16 +32,21 @@ def modality_confusion(discriminator: nn.Module, image_NE: Tensor, text_ME: Tens
     One step trains the discriminator to separate the two, and the features to become inseparable.
 
     Args:
-        discriminator: maps (..., E) to logits (..., 1), positive for images.
+        discriminator: maps float32 (..., E) to logits (..., 1), positive for images.
         image_NE: this rank's images.
         text_ME: this rank's texts.
 
-    Returns a scalar, the mean over the images and texts of all ranks.
+    Returns a scalar, the mean over the images and texts of all ranks; 0 with a zero gradient without any. Raises
+    ValueError on inconsistent shapes.
     """
-    logits_N = discriminator(reverse_gradient(torch.cat([image_NE, text_ME])))[:, 0].float()
-    is_image_N = (torch.arange(len(logits_N), device=logits_N.device) < len(image_NE)).float()
-    error_N = F.binary_cross_entropy_with_logits(logits_N, is_image_N, reduction="none")
-    return mean_over_ranks(error_N, torch.ones_like(error_N, dtype=torch.bool))
+    if image_NE.ndim != 2 or text_ME.ndim != 2 or image_NE.shape[1] != text_ME.shape[1]:
+        raise ValueError(f"expected images (N, E) and texts (M, E), got {shapes(image_NE, text_ME)}")
+    with full_precision(image_NE):
+        both_NE = torch.cat([image_NE.float(), text_ME.float()])
+        is_image_N = (torch.arange(len(both_NE), device=both_NE.device) < len(image_NE)).float()
+        logits_N = discriminator(reverse_gradient(both_NE))[:, 0]
+        error_N = F.binary_cross_entropy_with_logits(logits_N, is_image_N, reduction="none")
+        return mean_over_ranks(error_N, torch.ones_like(error_N, dtype=torch.bool))
 
 
 class _Reverse(torch.autograd.Function):
