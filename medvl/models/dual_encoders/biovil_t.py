@@ -68,7 +68,10 @@ class BioViLT(BioViL):
         }
 
     def encode_image(self, image_BCHW: Tensor, prior_BCHW: Tensor | None = None, *, normalize: bool = True) -> Tensor:
-        """See the base class; of images alone or with a prior image each."""
+        """See the base class; of images alone or with a prior image each, of the same size.
+
+        Raises ConfigError for prior images of another shape, and for images with them of another size than configured.
+        """
         vector_BE = self.embed_regions(image_BCHW, prior_BCHW).mean(dim=1)
         return F.normalize(vector_BE, dim=-1) if normalize else vector_BE
 
@@ -80,12 +83,16 @@ class BioViLT(BioViL):
     def embed_regions(
         self, image_BCHW: Tensor, prior_BCHW: Tensor | None = None, has_prior_B: Tensor | None = None
     ) -> Tensor:
-        """Return (B, P, E) float32, as BioViL; prior images are ignored where `has_prior_B` is False."""
+        """Return (B, P, E) float32, as BioViL; prior images are ignored where `has_prior_B` is False.
+
+        Raises ConfigError as `encode_image`.
+        """
         count = len(image_BCHW)
         if prior_BCHW is None:
             patches_BPD = self.patch_head(self.image_encoder(image_BCHW).patches_BPD)
             change_BPD = self.missing_prior.to(patches_BPD.dtype).expand_as(patches_BPD)
         else:
+            self.pooler.check_images(image_BCHW, prior_BCHW, self.image_encoder.grid(*image_BCHW.shape[2:]))
             row_K = torch.arange(count, device=image_BCHW.device)
             row_K = row_K if has_prior_B is None else row_K[has_prior_B]
             both_BCHW = torch.cat([image_BCHW, prior_BCHW[row_K]])  # one pass, as released: one batch norm

@@ -75,6 +75,17 @@ def test_only_existing_priors_are_seen() -> None:
     torch.testing.assert_close(model.embed_images(image).global_NE, model.encode_image(image))
 
 
+def test_prior_images_of_other_shapes_are_refused() -> None:
+    """More prior images than images would be compared with the wrong ones."""
+    model, image, prior = biovil_t().eval(), BATCH.image_BCHW, BATCH.prior_BCHW
+    assert prior is not None
+    large = F.interpolate(image, size=96)
+    for images, priors in ((image[:3], prior), (image, prior[:3]), (image, prior[..., :32]), (large, large)):
+        with raises(ConfigError, "mismatch", "prior_BCHW"):
+            model.encode_image(images, priors)
+    assert model.encode_image(large).shape == (PAIRS, 16)
+
+
 def test_every_parameter_has_a_gradient_and_none_is_missing_without_priors() -> None:
     model = biovil_t().train()
     model(BATCH).total.backward()

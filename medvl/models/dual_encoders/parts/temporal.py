@@ -6,6 +6,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor, nn
 
+from medvl.errors import ConfigError
 from medvl.schema import Embeddings
 
 _POSITION_EPS, _PERIODS = 1e-6, 10_000.0
@@ -29,6 +30,9 @@ class TemporalPooler(nn.Module):
         dim: D, a multiple of 4 and of `heads`.
         grid: (h, w) of the patches.
         heads, blocks: 8 and 3 as released.
+
+    Attributes:
+        grid: (h, w) of the patches.
     """
 
     def __init__(self, dim: int, grid: tuple[int, int], heads: int = 8, blocks: int = 3) -> None:
@@ -43,6 +47,7 @@ class TemporalPooler(nn.Module):
             "drop_path": 0.25,
             "norm_layer": norm,
         }
+        self.grid = grid
         self.blocks = nn.ModuleList(Block(dim, heads, qkv_bias=False, **options) for _ in range(blocks))
         self.norm = nn.LayerNorm(dim, eps=1e-6)
         self.type_embed = nn.Parameter(torch.empty(2, 1, dim))
@@ -66,6 +71,16 @@ class TemporalPooler(nn.Module):
             patches_BND = patches_BND + block.drop_path2(block.mlp(block.norm2(patches_BND)))
         pooled_BPD: Tensor = self.norm(patches_BND)[:, : current_BPD.shape[1]]
         return pooled_BPD
+
+    def check_images(self, image_BCHW: Tensor, prior_BCHW: Tensor, grid: tuple[int, int]) -> None:
+        """Raise ConfigError unless each image has a prior image of its shape, and their `grid` is the pooler's."""
+        if prior_BCHW.shape != image_BCHW.shape:
+            message = f"expected prior images {tuple(image_BCHW.shape)}, got {tuple(prior_BCHW.shape)}"
+        elif grid != self.grid:
+            message = f"expected images of {self.grid} patches with prior images, got {grid}: use the model's transform"
+        else:
+            return
+        raise ConfigError(message, "mismatch", field="prior_BCHW")
 
 
 def grid_sines(height: int, width: int, dim: int) -> Tensor:
