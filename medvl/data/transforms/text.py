@@ -119,13 +119,16 @@ class WholeText:
     missing: Missing = "other_sections"
     """CheXzero uses `WholeText(sections=("impression",), missing="literal")`: all images without an impression have the
     same text and are negatives of each other."""
+    min_tokens: int = 0
+    """Texts of fewer words count as no text, so that pair losses leave the sample out (3 in MGCA)."""
 
     def __post_init__(self) -> None:
         check_choice(self.missing, get_args(Missing), "missing")
 
     def __call__(self, sections: Mapping[str, str], rng: np.random.Generator) -> str:
         if self.missing == "other_sections" or any(sections.get(name) for name in self.sections):
-            return " ".join(choose_sections(sections, self.sections))
+            text = " ".join(choose_sections(sections, self.sections))
+            return text if len(_WORD.findall(text)) >= self.min_tokens else ""
         return f"NO {self.sections[0].upper()}" if self.missing == "literal" else ""
 
 

@@ -46,6 +46,13 @@ def test_other_sections_are_the_default() -> None:
     assert WholeText(sections=("impression",))({"caption": "An axial CT."}, rng()) == "An axial CT."
 
 
+def test_short_texts_count_as_none_on_request() -> None:
+    policy = WholeText(sections=("impression", "findings"), min_tokens=3)
+    assert policy({"impression": "Effusion.", "findings": "Left, small."}, rng()) == "Effusion. Left, small."
+    assert policy({"impression": "No change."}, rng()) == policy({}, rng()) == ""
+    assert WholeText()({"impression": "No change."}, rng()) == "No change."
+
+
 CONTEXT = {"indication": "Evaluate for pneumonia.", "comparison": "None.", "addendum": "Called.", "wet_read": "Clear."}
 
 

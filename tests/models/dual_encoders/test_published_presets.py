@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from medvl.data import ConVIRTAugmentation
+from medvl.data import ConVIRTAugmentation, RandomSentence, SwappedSentences, WholeText
 from medvl.models import KADConfig
 
 RECIPES = Path(__file__).parents[3] / "recipes"
@@ -16,6 +16,40 @@ RECIPES = Path(__file__).parents[3] / "recipes"
 
 def preset(name: str, kind: str = "paper") -> Any:
     return runpy.run_path(str(RECIPES / f"{name}_mimic.py"))["PRESETS"][kind]
+
+
+@pytest.mark.parametrize(
+    ("name", "lr", "weight_decay", "batch", "epochs", "patience"),
+    [
+        ("medclip", 2e-5, 1e-4, 100, 10, None),
+        ("mgca", 2e-5, 0.05, 144, 50, 5),
+        ("lovt", 1e-4, 1e-6, 32, 100, 10),
+        ("mutual_info", 5e-4, 0.1, 8, 100, None),
+    ],
+)
+def test_optimiser_batch_and_length_are_the_published_ones(
+    name: str, lr: float, weight_decay: float, batch: int, epochs: int, patience: int | None
+) -> None:
+    """LoVT's 16 micro-batches of 32 pairs are compared apart."""
+    paper = preset(name)
+    assert (paper.optim.lr, paper.optim.weight_decay) == (lr, weight_decay)
+    assert (paper.train.global_batch / paper.train.accumulate, paper.train.epochs) == (batch, epochs)
+    assert paper.train.early_stop_patience == patience
+
+
+@pytest.mark.parametrize(
+    ("name", "pairs", "share"), [("medclip", 370_000, 0.1), ("mgca", 187_147, 0.4), ("mutual_info", 240_000, 0.1)]
+)
+def test_warm_ups_have_the_published_share_of_the_steps(name: str, pairs: int, share: float) -> None:
+    paper = preset(name)
+    steps = paper.train.epochs * pairs / paper.train.global_batch
+    assert paper.optim.schedule.warmup_steps == pytest.approx(share * steps, rel=0.001)
+
+
+def test_texts_of_mgca_medclip_and_lovt_are_the_published_ones() -> None:
+    assert preset("mgca").data.text == WholeText(sections=("impression", "findings"), min_tokens=3)
+    assert preset("medclip").data.text == RandomSentence(min_tokens=5)
+    assert preset("lovt").data.text == SwappedSentences(min_tokens=3, swap_probability=0.6)
 
 
 def test_carzero_has_the_optimiser_and_flips_of_its_configuration() -> None:
