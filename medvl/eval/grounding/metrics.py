@@ -62,8 +62,8 @@ def map_metrics(map_HW: NDArray[np.floating], inside_HW: NDArray[np.bool_], rule
       0 for a constant map.
     * "pointing_game": 1 if the maximum is inside the boxes. Ties count by the share of maximal pixels inside, so a
       constant map scores like a random guess.
-    * "iou@t": IoU of the boxes and the pixels at or above t, after scaling; "miou" is their mean over thresholds. It is
-      0 for a constant map.
+    * "iou@t": IoU of the boxes and the pixels at or above t, after scaling; "miou" is their mean over thresholds. For a
+      constant map it is 0 if maps are scaled; else all pixels or none are above a threshold.
 
     Raises EvaluationError if the sizes differ, no pixel is inside, or the map is all NaN.
     """

@@ -84,6 +84,8 @@ def test_constant_map_scores_like_a_random_guess() -> None:
     values = map_metrics(np.full((8, 8), 0.3, np.float32), corner(), RULES)
     assert values["pointing_game"] == corner().mean() == 0.25
     assert (values["cnr"], values["miou"]) == (0, 0)
+    raw = map_metrics(np.full((8, 8), 0.3, np.float32), corner(), MapRules(scale="none", thresholds=(0.2, 0.4)))
+    assert (raw["cnr"], raw["iou@0.2"], raw["iou@0.4"]) == (0, 0.25, 0)
 
 
 @pytest.mark.parametrize("value", [0.1, 1 / 3, -0.77])
