@@ -16,6 +16,8 @@ VIT = {"layers": 1, "width": 64, "patch_size": 16}
 BERT = {"text_encoder": "tiny_bert", "text_arguments": {"num_hidden_layers": 1}, "vocab_size": 40}
 TOWERS = {"image_encoder": "open_clip:ViT-B-32", "image_arguments": VIT, "image_size": 32, "projection_dim": 16, **BERT}
 CONVIRT = {"image_encoder": "resnet_tiny", "image_size": 32, "projection_dim": 16, "frozen_text_layers": 0}
+GRID = {"image_arguments": {"output_stride": 16}}
+"""2 x 2 regions of a ResNet's 32 pixels: with one region, losses within an image are 0."""
 STUDIES = ["a", "b", "a", "c", "d", "c", "e"]
 PAIRS = len(STUDIES)
 LOCAL = ("gloria", "mgca", "carzero")
@@ -62,7 +64,7 @@ def mgca(**settings: Any) -> ContrastiveEncoder:
 def lovt(name: str = "lovt") -> ContrastiveEncoder:
     """Batch norm in the image encoder, the heads and the attention between sentences and regions."""
     torch.manual_seed(0)
-    return medvl.create_model(name, **CONVIRT, **BERT, hidden_dim=24)
+    return medvl.create_model(name, **CONVIRT, **BERT, **GRID, hidden_dim=24)
 
 
 def mutual_info(**settings: Any) -> ContrastiveEncoder:
@@ -84,7 +86,7 @@ class EverySecondWord:
 def biovil(**settings: Any) -> ContrastiveEncoder:
     """All losses, with temperatures at which each of them counts."""
     torch.manual_seed(0)
-    sizes = {"image_encoder": "resnet_tiny", "image_size": 32, "margin": 0, "projection_dim": 16, **BERT}
+    sizes = {"image_encoder": "resnet_tiny", "image_size": 32, "margin": 0, "projection_dim": 16, **BERT, **GRID}
     model = medvl.create_model("biovil", **{**sizes, "local_weight": 0.5, "mlm_weight": 0.5, **settings})
     vars(model)["masking"] = EverySecondWord()
     return model

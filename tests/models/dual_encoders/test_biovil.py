@@ -147,7 +147,7 @@ def test_padding_changes_nothing() -> None:
 
 def test_regions_are_compared_with_texts() -> None:
     """An image's vector is the mean of its regions, and the map of a phrase is its cosine with each of them."""
-    model = biovil(image_size=96, vocab_size=60).eval()
+    model = biovil(image_size=96, vocab_size=60, image_arguments={}).eval()
     model.tokenizer = tiny_tokenizer()
     image_BCHW = torch.randint(0, 256, (2, 1, 96, 96), dtype=torch.uint8)
     regions_BPE, grid = embed_patches(model, image_BCHW)
