@@ -136,6 +136,31 @@ def test_changes_are_reported_only_with_a_prior_study(studies, reports):
     assert any(changed.search(r.findings) for s, r in zip(studies, reports, strict=True) if s.prior is not None)
 
 
+def test_words_of_change_agree_with_the_sizes_of_the_findings(studies, reports):
+    names = {"effusion": "Pleural Effusion", "pneumothorax": "Pneumothorax", "edema": "Edema"}
+    agrees = {
+        "new": lambda before, after: before == 0 < after,
+        "increased|worsened|progressed": lambda before, after: 0 < before < after,
+        "improved|decreased": lambda before, after: before > after > 0,
+        "unchanged|stable|not significantly changed": lambda before, after: abs(before - after) < 0.2 and after > 0,
+        "has resolved|is no longer seen": lambda before, after: before > 0 == after,
+    }
+
+    def extent(findings, label):
+        return max((finding.extent for finding in findings if finding.label == label), default=0)
+
+    seen = Counter()
+    for study, report in zip(studies, reports, strict=True):
+        for sentence in re.split(r"(?<=\.) ", report.findings if study.prior is not None else ""):
+            for words, rule in agrees.items():
+                pattern = words if "has" in words else rf"({words}) (since|from|compared to)"
+                for name, label in names.items():
+                    if re.search(pattern, sentence) and re.search(rf"\b{name}", sentence):
+                        seen[words] += 1
+                        assert rule(extent(study.prior, label), extent(study.findings, label)), sentence
+    assert set(seen) == set(agrees)
+
+
 # Templates
 
 
