@@ -25,6 +25,13 @@ def check_within(config: Any, interval: str, *fields: str, error: type[MedvlErro
             raise error(f"{name} must be {allowed}, got {value!r}", "out_of_range", field=name)
 
 
+def check_multiple(config: Any, factor: int, *fields: str) -> None:
+    """Raise ConfigError unless these settings are multiples of a factor."""
+    for name in fields:
+        if (value := getattr(config, name)) % factor:
+            raise ConfigError(f"{name} must be a multiple of {factor}, got {value}", "out_of_range", field=name)
+
+
 def check_weights(config: Any, *fields: str) -> None:
     """Raise ConfigError unless these weights of losses are 0 or above, and at least one of them is above 0."""
     check_within(config, "[0, inf)", *fields)

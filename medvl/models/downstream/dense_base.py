@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from medvl.common.checks import check_labels, check_within
+from medvl.common.checks import check_labels, check_multiple, check_within
 from medvl.data.tokenizer.tokenizer import Tokenizer
 from medvl.data.transforms.image import EvalTransform
 from medvl.encoders import ImageEncoder, create_image_encoder, parameter_groups
@@ -50,8 +50,7 @@ class DenseConfig(ImageConfig):
         check_labels(self.labels, "labels")
         check_within(self, "(0, inf)", "width", "head_lr_mult")
         check_within(self, "[0, 5]", "doublings")
-        if self.width % 8:
-            raise ConfigError(f"width must be a multiple of 8, got {self.width}", "out_of_range", field="width")
+        check_multiple(self, 8, "width")
         check_encoder(self.encoder)
 
 

@@ -7,18 +7,17 @@ import torch
 from torch import Tensor
 
 from medvl import losses
-from medvl.common.checks import check_choice, check_labels, check_within
+from medvl.common.checks import check_choice, check_labels, check_multiple, check_within
 from medvl.data.loading.dense_targets import DenseBatch
 from medvl.data.tokenizer.tokenizer import Tokenizer
 from medvl.data.transforms.image import EvalTransform
 from medvl.encoders import TextEncoder, create_text_encoder
 from medvl.errors import ConfigError
-from medvl.losses.gather import mean_over_ranks
 from medvl.models.base import EncoderArguments, SystemConfig
 from medvl.models.downstream.lvit_network import PATCHES, LViTNetwork, UNet
+from medvl.models.downstream.lvit_text import encode_words
 from medvl.models.downstream.lvit_unlabelled import PseudoLabels, References
 from medvl.models.downstream.mask_model import MaskModel
-from medvl.models.dual_encoders.parts.words import sum_by_slot, word_slots
 from medvl.models.registry import register_system
 from medvl.schema import Batch, Losses
 
@@ -67,10 +66,8 @@ class LViTConfig(SystemConfig):
         check_within(self, "[0, 1]", "beta")
         check_within(self, "[0, inf)", "unlabelled", "labelled_steps", "lv_weight")
         check_within(self, "[1, inf)", "words", "references", "width", "image_size", "vocab_size")
-        for name, factor in (("image_size", PATCHES[0]), ("width", 8)):
-            if getattr(self, name) % factor:
-                message = f"{name} must be a multiple of {factor}, got {getattr(self, name)}"
-                raise ConfigError(message, "out_of_range", field=name)
+        check_multiple(self, PATCHES[0], "image_size")
+        check_multiple(self, 8, "width")
 
     @property
     def reads_text(self) -> bool:
@@ -101,9 +98,8 @@ class LViT(MaskModel):
             text_encoder.requires_grad_(False)
             text_encoder.keep_frozen_in_eval(True)
         text = None if text_encoder is None else (config.words, text_encoder.token_dim)
-        self.network = UNet(3, labels, config.width)
-        if config.network == "lvit":
-            self.network = LViTNetwork(3, labels, config.width, size, text)
+        is_lvit = config.network == "lvit"
+        self.network = LViTNetwork(3, labels, config.width, size, text) if is_lvit else UNet(3, labels, config.width)
         self.pseudo_labels = PseudoLabels(config.unlabelled, labels, size, config.beta) if config.unlabelled else None
         self.references: References | None = None
         if config.unlabelled and text_encoder is not None and config.lv_weight:
@@ -146,10 +142,9 @@ class LViT(MaskModel):
         if self.references is None or text_BD is None:
             return Losses.sum(lvit=supervised)
         has_text_B = torch.ones_like(unlabelled_B) if batch.has_text_B is None else batch.has_text_B
-        compared_B = unlabelled_B & used_B & has_text_B & self.references.filled_R.any()
-        apart_B = losses.contrastive_mask(prob_BLHW, self.references.nearest(text_BD))
+        lv = self.references.loss(prob_BLHW, text_BD, unlabelled_B & used_B & has_text_B)
         self.references.enter(text_BD, mask_BLHW, ~unlabelled_B & has_text_B)
-        return Losses.weighted(lvit=(supervised, 1.0), lv=(mean_over_ranks(apart_B, compared_B), self.config.lv_weight))
+        return Losses.weighted(lvit=(supervised, 1.0), lv=(lv, self.config.lv_weight))
 
     def _predict(self, batch: Batch) -> tuple[Tensor, Tensor | None]:
         """Return logits (B, L, H, W), and the mean token of each text (B, D) if the network reads text."""
@@ -158,13 +153,5 @@ class LViT(MaskModel):
             return self.network(image_BCHW), None
         assert self.tokenizer is not None
         with torch.set_grad_enabled(torch.is_grad_enabled() and not self.config.frozen_text):
-            tokens_BTD = self.text_encoder(batch.ids_BT, batch.mask_BT).tokens_BTD
-        slot_BT = word_slots(self.tokenizer, batch.ids_BT, batch.mask_BT) - 1  # the first token is not a word
-        slot_BT = torch.where(slot_BT < self.config.words, slot_BT, -1)
-        words_BTD, _ = sum_by_slot(tokens_BTD, slot_BT, self.config.words)
-        count_BT1, _ = sum_by_slot(torch.ones_like(tokens_BTD[:, :, :1]), slot_BT, self.config.words)
-        words_BTD = words_BTD / count_BT1.clamp(min=1)
-        if batch.has_text_B is not None:
-            words_BTD = words_BTD * batch.has_text_B[:, None, None]
-        text_BD = tokens_BTD.detach().float().sum(dim=1) / batch.mask_BT.sum(dim=1, keepdim=True).clamp(min=1)
-        return self.network(image_BCHW, words_BTD), text_BD
+            words_BWD, text_BD = encode_words(self.text_encoder, self.tokenizer, batch, self.config.words)
+        return self.network(image_BCHW, words_BWD), text_BD

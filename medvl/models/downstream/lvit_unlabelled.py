@@ -8,7 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from medvl.losses.gather import gather
+from medvl import losses
+from medvl.losses.gather import gather, mean_over_ranks
 from medvl.losses.precision import full_precision
 
 
@@ -86,6 +87,11 @@ class References(nn.Module):
         self.text_RD = torch.cat([gather(text_BD.float()), self.text_RD])[newest_R]
         self.mask_RLHW = torch.cat([gather(mask_BLHW.to(torch.uint8)), self.mask_RLHW])[newest_R]
         self.filled_R = filled[newest_R]
+
+    def loss(self, prob_BLHW: Tensor, text_BD: Tensor, compared_B: Tensor) -> Tensor:
+        """Return the LV loss, a mean over the chosen rows of all ranks; 0 while there is no reference."""
+        apart_B = losses.contrastive_mask(prob_BLHW, self.nearest(text_BD))
+        return mean_over_ranks(apart_B, compared_B & self.filled_R.any())
 
     @torch.no_grad()
     def nearest(self, text_BD: Tensor) -> Tensor:
