@@ -4,7 +4,10 @@ import contextlib
 import io
 import json
 import logging
+import multiprocessing
 from collections.abc import Callable, Mapping
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from typing import Any
 
@@ -79,7 +82,7 @@ def estimate_run(
     kept: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
     if run.key not in kept and seconds > 0:
         report(f"measuring {run.title}")
-        kept[run.key] = _examine(run, store, seconds)
+        kept[run.key] = _examine_apart(run, store, seconds)
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomic(path, json.dumps(kept, indent=1) + "\n")
     found: Estimate = kept.get(run.key, {})
@@ -100,6 +103,15 @@ def _alike(run: Run) -> tuple[Any, ...]:
 def _of_cost(cost: Cost, source: str) -> Estimate:
     seconds = cost.train_seconds or cost.wall_seconds
     return {"hours": seconds / 3600, "memory_gb": cost.peak_memory_gb, "source": source}
+
+
+def _examine_apart(run: Run, store: Store, seconds: float) -> Estimate:
+    """Return the estimate of a process of its own, whose peak memory is that of this run alone."""
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+        try:
+            return pool.submit(_examine, run, store, seconds).result()
+        except BrokenProcessPool:
+            return {"error": "the measurement was killed, probably for lack of memory"}
 
 
 def _examine(run: Run, store: Store, seconds: float) -> Estimate:

@@ -22,6 +22,7 @@ from medvl.benchmark.systems import Entry, recipe_module
 from medvl.benchmark.tasks import TASKS, Trained, run_command
 from medvl.common.files import write_atomic
 from medvl.common.folders import RunLock
+from medvl.common.peak_memory import peak_resident_bytes
 from medvl.data import ShardSource, UnpairedSource
 from medvl.errors import ConfigError, MedvlError
 from medvl.eval.core.results import write_results
@@ -164,7 +165,7 @@ def _measured(run_dir: Path) -> dict[str, Any]:
         "steps": steps,
         "pairs_per_second": statistics.median(rates) if rates else None,
         "train_seconds": statistics.median(seconds) * steps if seconds else None,
-        "peak_memory_gb": max(on_gpu, default=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20),
+        "peak_memory_gb": max(on_gpu, default=peak_resident_bytes() / 2**30),
         "device": torch.cuda.get_device_name() if on_gpu else "CPU",
         "terms": sorted({name[5:] for record in records for name in record if name.startswith("loss/")}),
     }

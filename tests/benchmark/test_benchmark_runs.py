@@ -8,18 +8,20 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from helpers.errors import raises
 
 from medvl.benchmark import Plan, Store, execute_locally, plan_runs, read_benchmark, tasks, write_slurm
 from medvl.benchmark.corpora import make_corpus
-from medvl.benchmark.estimate import describe_plan
+from medvl.benchmark.estimate import describe_plan, estimate_run
 from medvl.benchmark.execute import prepare_run
 from medvl.benchmark.pages.rows import measure_systems
 from medvl.benchmark.pages.write import print_site, write_site
 from medvl.benchmark.store import Cost
 from medvl.cli import main as cli
 from medvl.common.folders import RunLock
+from medvl.common.peak_memory import peak_resident_bytes
 from medvl.errors import ConfigError, CorpusError
 from medvl.eval import read_results
 from medvl.models import ConVIRT, ConVIRTConfig, register_system, registry
@@ -179,6 +181,17 @@ def test_the_dry_run_lists_states_hours_and_memory(benchmark: tuple[Plan, Store,
     assert second.endswith("GiB (from another run)")
     assert "2 runs: 1 finished, 0 failed, 1 to do" in text
     assert not store.folder(more.runs[1]).exists()
+
+
+@pytest.mark.slow
+def test_memory_is_estimated_in_a_process_of_its_own(benchmark: tuple[Plan, Store, list[str]], file: Path) -> None:
+    """The peak of a process never falls, so that large systems would count for all after them."""
+    _, store, _ = benchmark
+    [run] = plan_runs(read_benchmark(file, {"systems": ["convirt"], "budget.batch": 4}), store.out).runs
+    np.ones(2**27).sum()  # a gigabyte
+    estimate = estimate_run(run, store, {}, 0.05, print)
+    assert 0 < estimate["memory_gb"] < peak_resident_bytes() / 2**30 - 0.5
+    assert estimate["hours"] > 0
 
 
 def test_job_arrays_hold_all_runs_after_those_they_need(file: Path, tmp_path: Path) -> None:

@@ -1,8 +1,6 @@
 """Timers and counters of operations and memory."""
 
 import dataclasses
-import resource
-import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -12,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
+from medvl.common.peak_memory import peak_resident_bytes
 from medvl.schema import Batch
 from medvl.train.optim.precision import Precision
 
@@ -105,5 +104,4 @@ def peak_memory(device: torch.device) -> int:
     """Return the peak memory so far in bytes: allocated on a GPU, resident on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return most if sys.platform == "darwin" else most * 1024
+    return peak_resident_bytes()
