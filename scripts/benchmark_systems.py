@@ -33,6 +33,7 @@ from medvl.models import create_model
 
 # Internals on purpose: a model is built for a graph of a stated size without its files.
 from medvl.models.fusion_encoders.parts.knowledge import GraphSizes
+from medvl.schema import Batch
 
 RECIPES = Path(__file__).parents[1] / "recipes"
 SYSTEMS = {
@@ -174,7 +175,7 @@ def random_batch(model: Any, options: argparse.Namespace) -> DenseBatch:
     )
 
 
-def activations(model: Any, batch: DenseBatch, step: int) -> int:
+def activations(model: Any, batch: Batch, step: int) -> int:
     """Return the bytes of distinct tensors that autograd keeps in a step, without weights."""
     model.before_step(step)
     weights = {tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), *model.buffers())}
@@ -192,7 +193,7 @@ def activations(model: Any, batch: DenseBatch, step: int) -> int:
     return sum(kept.values())
 
 
-def seconds(model: Any, batch: DenseBatch, steps: Sequence[int]) -> float:
+def seconds(model: Any, batch: Batch, steps: Sequence[int]) -> float:
     """Return the median time of a forward and a backward pass, or the mean of those of several steps."""
     medians = []
     for step in steps:
@@ -201,7 +202,7 @@ def seconds(model: Any, batch: DenseBatch, steps: Sequence[int]) -> float:
     return statistics.mean(medians)
 
 
-def timed(model: Any, batch: DenseBatch) -> float:
+def timed(model: Any, batch: Batch) -> float:
     """Return the time of a forward and a backward pass."""
     start = time.perf_counter()
     model(batch).total.backward()
