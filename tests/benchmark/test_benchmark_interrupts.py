@@ -7,8 +7,9 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from helpers.benchmark_plans import write_plan
 
-from medvl.benchmark import Plan, Store, execute, execute_locally, plan_runs, queue, read_benchmark, tasks
+from medvl.benchmark import Plan, Store, execute, execute_locally, queue, tasks
 from medvl.benchmark.store import COST, Refusal, read_evaluation
 from medvl.eval import Results
 
@@ -25,10 +26,7 @@ PRINT_BLOCKED = "import signal; print(signal.SIGINT in signal.pthread_sigmask(si
 
 @pytest.fixture
 def planned(tmp_path: Path) -> tuple[Plan, Store]:
-    (tmp_path / "one.toml").write_text(FILE)
-    plan, store = plan_runs(read_benchmark(tmp_path / "one.toml"), tmp_path), Store(tmp_path)
-    store.write_runs(plan)
-    return plan, store
+    return write_plan(tmp_path, FILE)
 
 
 def test_processes_of_runs_do_not_receive_ctrl_c_themselves(

@@ -5,8 +5,9 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from helpers.benchmark_plans import write_plan
 
-from medvl.benchmark import Plan, Store, execute, execute_locally, plan_runs, queue, read_benchmark, tasks
+from medvl.benchmark import Plan, Store, execute, execute_locally, queue, tasks
 from medvl.benchmark.store import COST, FAILURE, Refusal, read_evaluation
 from medvl.eval import Results
 
@@ -25,9 +26,7 @@ root = "data"
 @pytest.fixture
 def planned(tmp_path: Path) -> tuple[Plan, Store]:
     """UMRL starts from ConVIRT, which proposes the candidates of ViLT; nothing is trained."""
-    (tmp_path / "three.toml").write_text(FILE)
-    plan, store = plan_runs(read_benchmark(tmp_path / "three.toml"), tmp_path), Store(tmp_path)
-    store.write_runs(plan)
+    plan, store = write_plan(tmp_path, FILE)
     assert [run.name for run in plan.runs if "convirt" in run.needs] == ["umrl", "vilt"]
     return plan, store
 
