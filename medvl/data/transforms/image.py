@@ -7,6 +7,7 @@ the worker or rank.
 
 import dataclasses
 import os
+import random
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, Self, get_args, runtime_checkable
 
@@ -339,9 +340,9 @@ class ConVIRTAugmentation:
 
         def apply(image: np.ndarray, rng: np.random.Generator) -> Transformed:
             # Compose would seed all operations alike, so that bright images would be the blurred ones.
-            seeds = np.random.SeedSequence(int(rng.integers(2**31))).generate_state(len(pipeline.transforms))
-            for operation, seed in zip(pipeline.transforms, seeds.tolist(), strict=True):
-                operation.set_random_seed(seed)
+            py_random = random.Random(int(rng.integers(2**31)))
+            for operation in pipeline.transforms:
+                operation.set_random_state(rng, py_random)
             flipped = flips and bool(rng.random() < self.flip_rate)
             # Mirroring first is equivalent: the distributions of the other steps are symmetric.
             source = np.ascontiguousarray(image[:, ::-1]) if flipped else image
