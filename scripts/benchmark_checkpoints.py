@@ -92,7 +92,7 @@ def run(folder: Path, parameters: float, rounds: int) -> None:
             parameter.grad = torch.ones_like(parameter)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        checkpoints = Checkpoints(folder, keep_last=1)
+        checkpoints = Checkpoints(folder, keep_last=1, run={})
         steps = iter(range(1, 1000))
 
         def state() -> dict[str, object]:
@@ -102,10 +102,10 @@ def run(folder: Path, parameters: float, rounds: int) -> None:
             model.gather()
             tensors = model.full_state(optimizer_tensors(optimizer, model.trained))
             values = state()
-            ranks.on_main(lambda: str(checkpoints.save(model.whole, {}, values, tensors)))
+            ranks.on_main(lambda: str(checkpoints.save(model.whole, values, tensors)))
 
         def parts() -> None:
-            save_parts(checkpoints, model, {}, state(), optimizer_tensors(optimizer, model.trained))
+            save_parts(checkpoints, model, state(), optimizer_tensors(optimizer, model.trained))
 
         for number in range(rounds):
             for name, save in (("gathered", gathered), ("in parts", parts)):

@@ -10,7 +10,7 @@ import dataclasses
 import difflib
 import types
 import typing
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal, TypeVar, Union
 
@@ -21,13 +21,14 @@ Config = TypeVar("Config")
 _KIND = "kind"
 
 
-def to_dict(config: Any) -> dict[str, Any]:
+def to_dict(config: Any, leave_out: Collection[str] = ()) -> dict[str, Any]:
     """Convert a config dataclass to JSON values: nested dataclasses to objects, tuples to lists, paths to strings.
 
-    Raises TypeError where a field holds a value that JSON cannot represent.
+    Fields named in `leave_out` are omitted. Raises TypeError where a field holds a value that JSON cannot represent.
     """
     hints = typing.get_type_hints(type(config))
-    return {field.name: _encode(getattr(config, field.name), hints[field.name]) for field in dataclasses.fields(config)}
+    names = [field.name for field in dataclasses.fields(config) if field.name not in leave_out]
+    return {name: _encode(getattr(config, name), hints[name]) for name in names}
 
 
 def from_dict(cls: type[Config], data: Mapping[str, Any]) -> Config:

@@ -50,6 +50,11 @@ class Encoder(nn.Module):
         self._frozen_in_eval = enabled
         self.train(self.training)
 
+    def freeze(self) -> None:
+        """Freeze all parameters, and keep the encoder in eval mode during training."""
+        self.requires_grad_(False)
+        self.keep_frozen_in_eval(True)
+
 
 def group_by_depth(
     names: Sequence[str], blocks: Sequence[str], *, top: Sequence[str] = (), stem: Sequence[str] = ()

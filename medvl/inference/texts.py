@@ -89,13 +89,10 @@ def write_report(model: System | Path | str, images: Any, *, decoding: Decoding 
     system = open_model(model)
     if not isinstance(system, ReportWriter):
         raise refuse(system, "write reports", CAN_WRITE)
-    if system.tokenizer is None:
-        raise ConfigError(
-            "writing needs a tokenizer: create_model(..., tokenizer=FOLDER)", "missing", field="tokenizer"
-        )
+    tokenizer = system.require_tokenizer("writing")
     reports: list[str] = []
     with evaluating(system):
         for image_BCHW in batches(system, images):
             batch = make_batch(system, image_BCHW)
-            reports += [text for text, _ in decode_texts(system, system.tokenizer, batch, decoding or Decoding())]
+            reports += [text for text, _ in decode_texts(system, tokenizer, batch, decoding or Decoding())]
     return reports[0] if is_single(images) else reports

@@ -168,11 +168,15 @@ class System(nn.Module, abc.ABC):
             if mask_BT is None:
                 raise ConfigError("token ids need a mask: encode_text(ids_BT, mask_BT)", "missing", field="mask_BT")
             return texts, mask_BT
-        if self.tokenizer is None:
-            message = "strings need a tokenizer: create_model(..., tokenizer=FOLDER), or pass token ids"
-            raise ConfigError(message, "missing", field="tokenizer")
-        ids_BT, mask_BT = self.tokenizer(list_of_texts(texts))
+        ids_BT, mask_BT = self.require_tokenizer("text in place of token ids")(list_of_texts(texts))
         return ids_BT.to(self.device), mask_BT.to(self.device)
+
+    def require_tokenizer(self, use: str) -> Tokenizer:
+        """Return the tokenizer. Raises ConfigError without one, with the use that needs it."""
+        if self.tokenizer is None:
+            message = f"{self.name}: {use} needs a tokenizer; use create_model(..., tokenizer=FOLDER)"
+            raise ConfigError(message, "missing", field="tokenizer")
+        return self.tokenizer
 
 
 class TwoTowers(System):

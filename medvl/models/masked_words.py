@@ -19,7 +19,6 @@ from torch import Tensor, nn
 
 from medvl.common.cpu_rows import filling_rows
 from medvl.data.transforms.mlm_masking import TextMasking
-from medvl.errors import ConfigError
 from medvl.losses.masked.mlm import masked_positions
 from medvl.models.base import System
 from medvl.models.bert_init import LAYER_NORM_EPS, init_weights
@@ -57,12 +56,8 @@ def text_masking(
 
     Raises ConfigError when the model has no tokenizer, or a vocabulary without a mask token.
     """
-    if model.tokenizer is None:
-        message = f"{model.name} needs a tokenizer to mask words; use create_model(..., tokenizer=FOLDER)"
-        raise ConfigError(message, "missing", field="tokenizer")
-    return TextMasking(
-        model.tokenizer, rate=rate, whole_words=whole_words, mask_end=mask_end, longest_span=longest_span
-    )
+    tokenizer = model.require_tokenizer("masking words")
+    return TextMasking(tokenizer, rate=rate, whole_words=whole_words, mask_end=mask_end, longest_span=longest_span)
 
 
 class WordHead(nn.Module):

@@ -253,3 +253,8 @@ class TrainConfig:
     def micro_batch(self) -> int:
         """Pairs of one micro-batch over all ranks, for opening the train loader."""
         return self.global_batch // self.accumulate
+
+    def total_steps(self, steps_per_epoch: int) -> int:
+        """Return the updates until the end of the run: of `steps` or `epochs`, whichever comes first."""
+        limits = [self.steps, self.epochs and self.epochs * steps_per_epoch]
+        return min(limit for limit in limits if limit is not None)

@@ -69,7 +69,7 @@ def pretraining_run(name: str, make_data: str, phantom: str = "") -> "Callable[[
         recipe.data.check(data_advice(name, make_data, phantom))
         from medvl.train.run import pretraining
 
-        return pretraining(name, recipe, recipe.init_from)
+        return pretraining(name, recipe)
 
     return prepare
 

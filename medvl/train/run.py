@@ -2,7 +2,6 @@
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import nn
@@ -18,6 +17,7 @@ from medvl.train.tasks.pretraining import open_data
 
 if TYPE_CHECKING:
     from medvl.train.recipe import Recipe
+    from medvl.train.text_recipe import TextRecipe
 
 
 class Settings(Protocol):
@@ -56,6 +56,7 @@ class Run:
 
     def train(self) -> TrainResult:
         """Train, or resume an interrupted run; raises as `medvl.train.train` does."""
+        settings = to_dict(self.settings, leave_out=("model", "optim", "train"))  # checkpoints hold these elsewhere
         return train(
             self.model,
             self.data.train,
@@ -63,23 +64,24 @@ class Run:
             evals=self.evals,
             optim=self.settings.optim,
             config=self.settings.train,
-            run={"recipe": self.recipe, "settings": self._recipe_settings(), **self.data.described},
+            run={"recipe": self.recipe, "settings": settings, **self.data.described},
         )
 
-    def _recipe_settings(self) -> dict[str, Any]:
-        """Return the settings that a checkpoint does not hold elsewhere: all but model, optim and train."""
-        settings = to_dict(self.settings)
-        return {name: value for name, value in settings.items() if name not in ("model", "optim", "train")}
 
+def pretraining(
+    recipe: str, settings: "Recipe | TextRecipe", open_loaders: Callable[..., DataLoaders] = open_data
+) -> Run:
+    """Create the run of a system from its configuration.
 
-def pretraining(recipe: str, settings: "Recipe", start: Path | None = None) -> Run:
-    """Create the run of a system from its configuration, optionally from the weights of the checkpoint `start`.
-
-    Raises what `create_model` and `open_data` raise.
+    `open_loaders` takes the data settings, the model and the pairs of a micro-batch. Raises what it and `create_model`
+    raise.
     """
     with seeded(settings.train.seed):
         model = create_model(
-            settings.model, pretrained=settings.pretrained, tokenizer=settings.data.tokenizer, init_from=start
+            settings.model,
+            pretrained=settings.pretrained,
+            tokenizer=settings.data.tokenizer,
+            init_from=settings.init_from,
         )
-    data = open_data(settings.data, model, settings.train.micro_batch)
+    data = open_loaders(settings.data, model, settings.train.micro_batch)
     return Run(recipe=recipe, settings=settings, model=model, data=data)

@@ -42,21 +42,10 @@ def text_run(
     def prepare(recipe: TextRecipe) -> "Run":
         """Create the model and the loaders."""
         recipe.data.check(data_advice(name, make_data, phantom))
-        from medvl.common.seeding import seeded
-        from medvl.models import create_model
         from medvl.models.language.score import MaskedWordScore
-        from medvl.train.run import Run
+        from medvl.train.run import pretraining
         from medvl.train.tasks.text import open_text
 
-        with seeded(recipe.train.seed):
-            model = create_model(
-                recipe.model,
-                pretrained=recipe.pretrained,
-                tokenizer=recipe.data.tokenizer,
-                init_from=recipe.init_from,
-            )
-        data = open_text(recipe.data, model, recipe.train.micro_batch)
-        run = Run(recipe=name, settings=recipe, model=model, data=data)
-        return run.with_evaluator(evaluator or MaskedWordScore)
+        return pretraining(name, recipe, open_text).with_evaluator(evaluator or MaskedWordScore)
 
     return prepare

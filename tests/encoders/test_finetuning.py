@@ -145,6 +145,16 @@ def test_frozen_dropout_is_off() -> None:
     assert not torch.equal(states[0][7], states[1][7])
 
 
+def test_a_frozen_encoder_trains_nothing_and_keeps_its_statistics() -> None:
+    encoder = resnet()
+    encoder.freeze()
+    encoder.train()
+    before = {name: buffer.clone() for name, buffer in encoder.named_buffers()}
+    encoder(image_batch())
+    assert all(torch.equal(buffer, before[name]) for name, buffer in encoder.named_buffers())
+    assert not any(parameter.requires_grad for parameter in encoder.parameters())
+
+
 def test_medvill_freezes_stem_and_first_stage() -> None:
     encoder = resnet()
     freeze_layers(encoder, 1)

@@ -106,7 +106,7 @@ def kill_at_writes(folder: Path) -> None:
             run_dir = folder / f"run {victim} {number}"
             if not train_forked(folder, run_dir, number, victim):
                 break
-            for step in checkpoint.Checkpoints(run_dir, 1).steps():
+            for step in checkpoint.Checkpoints(run_dir, 1, {}).steps():
                 checkpoint.verify(run_dir / "checkpoints" / f"step-{step:08d}")
             if train_forked(folder, run_dir):
                 raise SystemExit("the resumed training was killed")

@@ -135,7 +135,12 @@ def test_run_continues_at_the_file_size_limit(tmp_path: Path) -> None:
     step, failures = map(int, ended.stdout.split())
     assert step == 8
     assert failures >= 2
-    assert Checkpoints(tmp_path, keep_last=9).steps() == [8, 7, 2, 0]  # 4 and 6 could not be; 7 is what was owed
+    assert Checkpoints(tmp_path, keep_last=9, run={}).steps() == [
+        8,
+        7,
+        2,
+        0,
+    ]  # 4 and 6 could not be; 7 is what was owed
     for folder in (tmp_path / "checkpoints").iterdir():
         checkpoint.verify(folder)
     assert [row["step"] for row in records(tmp_path, "train")] == list(range(1, 9))

@@ -48,6 +48,13 @@ def test_json_round_trip_keeps_every_value_and_type(schedule: object) -> None:
     assert isinstance(again.optim.betas, tuple)
 
 
+def test_to_dict_leaves_fields_out() -> None:
+    whole = to_dict(PAPER)
+    assert to_dict(PAPER, leave_out=("optim", "train")) == {
+        name: value for name, value in whole.items() if name not in ("optim", "train")
+    }
+
+
 def test_from_dict_converts_integers_to_floats() -> None:
     lr = from_dict(OptimConfig, {"lr": 1}).lr
     assert lr == 1.0

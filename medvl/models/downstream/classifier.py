@@ -81,8 +81,7 @@ class Classifier(LabelModel):
         nn.init.zeros_(self.label_head.weight)  # the loss starts at ln 2, without random weights
         nn.init.zeros_(self.label_head.bias)
         if config.frozen_encoder:
-            image_encoder.requires_grad_(False)
-            image_encoder.keep_frozen_in_eval(True)
+            image_encoder.freeze()
 
     @classmethod
     def build(cls, config: ClassifierConfig, *, pretrained: bool, tokenizer: Tokenizer | None) -> Self:

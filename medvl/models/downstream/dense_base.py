@@ -102,8 +102,7 @@ class DenseModel(System):
         super().__init__(config, transform=transform, tokenizer=tokenizer)
         self.image_encoder = image_encoder
         if config.frozen_encoder:
-            image_encoder.requires_grad_(False)
-            image_encoder.keep_frozen_in_eval(True)
+            image_encoder.freeze()
         cells = image_encoder.grid(transform.size, transform.size)
         if cells is None or not image_encoder.patch_dim:
             raise ConfigError(f"{image_encoder.name} has no grid of patches", "unsupported", field="encoder")

@@ -95,8 +95,7 @@ class LViT(MaskModel):
         self.grid = (size, size)
         self.text_encoder = text_encoder
         if text_encoder is not None and config.frozen_text:
-            text_encoder.requires_grad_(False)
-            text_encoder.keep_frozen_in_eval(True)
+            text_encoder.freeze()
         text = None if text_encoder is None else (config.words, text_encoder.token_dim)
         is_lvit = config.network == "lvit"
         self.network = LViTNetwork(3, labels, config.width, size, text) if is_lvit else UNet(3, labels, config.width)

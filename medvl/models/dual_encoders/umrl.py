@@ -71,8 +71,7 @@ class UMRL(SentenceMeanEncoder):
         super().__init__(config, *args, **kwargs)
         self.inputs = Inputs(sentences=config.text_unit == "sentence")
         for encoder in (self.image_encoder, self.text_encoder):
-            encoder.requires_grad_(False)
-            encoder.keep_frozen_in_eval(True)
+            encoder.freeze()
         layers = nn.Linear(config.projection_dim, config.hidden_dim), nn.LeakyReLU(0.2), nn.Linear(config.hidden_dim, 1)
         self.discriminator = nn.Sequential(*layers) if config.adversarial_weight else None
 

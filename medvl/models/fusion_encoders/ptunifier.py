@@ -143,7 +143,6 @@ class PTUnifier(DualStreamModel):
 
     def prompted_texts(self, image_query_MD: Tensor) -> Tokens:
         """Encode the prompts in place of the texts of images. Raises ConfigError without a tokenizer."""
-        if self.tokenizer is None:
-            raise ConfigError(f"{self.name} needs a tokenizer for images without a text", "missing", field="tokenizer")
-        prompts_MKD, ends = self.text_prompts(image_query_MD), (self.tokenizer.cls_id, self.tokenizer.sep_id)
+        tokenizer = self.require_tokenizer("an image without a text")
+        prompts_MKD, ends = self.text_prompts(image_query_MD), (tokenizer.cls_id, tokenizer.sep_id)
         return Tokens(self.text_input(encode_between(self.text_encoder, prompts_MKD, *ends)), None)

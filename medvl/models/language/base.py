@@ -167,9 +167,8 @@ class LanguageModel(System):
         masking: TextMasking = text_masking(
             self, rate=config.mlm_probability, whole_words=config.whole_words, longest_span=config.longest_span
         )
-        assert self.tokenizer is not None  # checked by text_masking
         return TextSequences(
-            self.tokenizer,
+            self.require_tokenizer("training"),
             masking,
             pairs=config.pairs,
             max_tokens=config.max_tokens,

@@ -71,11 +71,7 @@ class KEBERT(System):
     @functools.cached_property
     def sequences(self) -> ConceptPairs:
         """Maker of the training pairs, for `open_text_loader`. Raises ConfigError without a tokenizer."""
-        if self.tokenizer is None:
-            raise ConfigError(
-                "kebert needs a tokenizer; use create_model(..., tokenizer=FOLDER)", "missing", field="tokenizer"
-            )
-        return ConceptPairs(self.tokenizer, self.config.max_tokens)
+        return ConceptPairs(self.require_tokenizer("training"), self.config.max_tokens)
 
     def encode_text(self, ids_BT: Tensor, mask_BT: Tensor) -> Tensor:
         """Return (B, E) float32, L2-normalised."""

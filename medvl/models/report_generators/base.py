@@ -78,15 +78,13 @@ class ReportGenerator(System):
         """
         if self.training:
             raise ConfigError("write_reports needs eval mode; call eval() first", "conflict")
-        if self.tokenizer is None:
-            message = f"{self.name} needs a tokenizer to write; use create_model(..., tokenizer=FOLDER)"
-            raise ConfigError(message, "missing", field="tokenizer")
+        tokenizer = self.require_tokenizer("writing")
         image = self.image_tokens(batch.image_BCHW, batch.other_view_BCHW, batch.has_other_view_B)
         return search(
-            self.writer(image, self.tokenizer.cls_id),
+            self.writer(image, tokenizer.cls_id),
             decoding,
             max_tokens=decoding.max_tokens or self.config.max_tokens - 1,
-            end_id=self.tokenizer.sep_id,
-            pad_id=self.tokenizer.pad_id,
-            never=[] if self.tokenizer.unk_id is None else [self.tokenizer.unk_id],
+            end_id=tokenizer.sep_id,
+            pad_id=tokenizer.pad_id,
+            never=[] if tokenizer.unk_id is None else [tokenizer.unk_id],
         )

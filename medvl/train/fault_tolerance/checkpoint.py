@@ -115,47 +115,50 @@ def _unreadable(folder: Path, error: Exception) -> CheckpointError:
     return CheckpointError(f"{folder}: train_state cannot be read ({type(error).__name__}: {error})", "malformed")
 
 
-def write_description(
-    model: nn.Module, folder: Path, run: Mapping[str, Any], state: Mapping[str, Any], *, weights: bool = False
-) -> None:
-    """Write all of a checkpoint but the optimiser, the marker and, without `weights`, the weights."""
-    model_files().save(model, folder, run, weights=weights)
-    if state.get("metrics") and (folder / CARD).is_file():
-        add_results(folder, state["metrics"])
-    (folder / "train_state").mkdir()
-    folders.write_json(folder / STATE, {"format": FORMAT, **state})
-
-
 def write_marker(folder: Path, step: int, files: Mapping[str, Any]) -> None:
     """Write the marker of a complete checkpoint."""
     folders.write_json(folder / MARKER, {"format": FORMAT, "step": step, "files": dict(files)})
 
 
 class Checkpoints:
-    """Checkpoints of one run folder; only rank 0 writes."""
+    """Checkpoints of one run folder; only rank 0 writes.
 
-    def __init__(self, run_dir: Path, keep_last: int) -> None:
+    Args:
+        run_dir: folder of the run.
+        keep_last: number of checkpoints to keep besides the best one.
+        run: JSON values that describe the run in the `config.json` of each checkpoint.
+    """
+
+    def __init__(self, run_dir: Path, keep_last: int, run: Mapping[str, Any]) -> None:
         self.folder = run_dir / "checkpoints"
-        self._run_dir, self._keep_last = run_dir, keep_last
+        self._run_dir, self._keep_last, self._run = run_dir, keep_last, run
         self.failures = 0
         """Number of failed saves and clean-ups."""
 
-    def save(
-        self, model: nn.Module, run: Mapping[str, Any], state: Mapping[str, Any], optimizer: Mapping[str, Tensor]
-    ) -> Path:
+    def save(self, model: nn.Module, state: Mapping[str, Any], optimizer: Mapping[str, Tensor]) -> Path:
         """Write the checkpoint of `state["step"]`; link it as `last`, and as `best` if `state["best"]` has its step.
 
         Raises errors of the disk and of the model's format; existing checkpoints are not changed.
         """
         folder = self.folder / f"step-{state['step']:08d}"
         with folders.new_folder(folder) as aside:
-            write_description(model, aside, run, state, weights=True)
+            self.write_description(model, aside, state, weights=True)
             save_file(
                 {name: tensor.detach().cpu().contiguous() for name, tensor in optimizer.items()}, aside / OPTIMIZER
             )
             write_marker(aside, state["step"], inventory(aside))
         self.finish(folder, state["best"]["step"])
         return folder
+
+    def write_description(
+        self, model: nn.Module, folder: Path, state: Mapping[str, Any], *, weights: bool = False
+    ) -> None:
+        """Write all of a checkpoint but the optimiser, the marker and, without `weights`, the weights."""
+        model_files().save(model, folder, self._run, weights=weights)
+        if state.get("metrics") and (folder / CARD).is_file():
+            add_results(folder, state["metrics"])
+        (folder / "train_state").mkdir()
+        folders.write_json(folder / STATE, {"format": FORMAT, **state})
 
     def finish(self, folder: Path, best_step: int | None) -> None:
         """Link a new checkpoint, and remove those that are not kept."""

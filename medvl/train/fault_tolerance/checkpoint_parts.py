@@ -26,11 +26,7 @@ from medvl.train.parallel.parts import write_parts
 
 
 def save_parts(
-    checkpoints: Checkpoints,
-    model: ParallelModel,
-    run: Mapping[str, Any],
-    state: Mapping[str, Any],
-    optimizer: Mapping[str, Tensor],
+    checkpoints: Checkpoints, model: ParallelModel, state: Mapping[str, Any], optimizer: Mapping[str, Tensor]
 ) -> Path:
     """Write the checkpoint of `state["step"]` from all ranks, and link it as `Checkpoints.save` does. Collective call.
 
@@ -41,7 +37,7 @@ def save_parts(
 
         def begin() -> str:
             aside = stack.enter_context(folders.new_folder(folder))
-            checkpoint.write_description(model.whole, aside, run, state)
+            checkpoints.write_description(model.whole, aside, state)
             (aside / WEIGHT_PARTS).mkdir()
             (aside / OPTIMIZER_PARTS).mkdir()
             return str(aside)

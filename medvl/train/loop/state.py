@@ -14,12 +14,12 @@ from medvl.common.config_io import differences, to_dict
 from medvl.common.seeding import RULE
 from medvl.errors import CheckpointError, ConfigError
 from medvl.models.locate import WEIGHT_PARTS
-from medvl.train.config import OptimConfig, Plateau, TrainConfig
+from medvl.train.config import TrainConfig
 from medvl.train.fault_tolerance import checkpoint
 from medvl.train.fault_tolerance.checkpoint import OPTIMIZER_PARTS, Saved
 from medvl.train.fault_tolerance.nonfinite import LossSpikeDetector
 from medvl.train.loop.meters import BestTracker, LossMeter
-from medvl.train.optim.optimizer import build_optimizer, load_optimizer_tensors, optimizer_tensors
+from medvl.train.optim.optimizer import load_optimizer_tensors, optimizer_tensors
 from medvl.train.optim.precision import Precision
 from medvl.train.optim.schedule import LearningRate
 from medvl.train.parallel.batches import BatchStream
@@ -60,20 +60,25 @@ class TrainState:
     """Metrics of the last validation."""
 
     @classmethod
-    def create(cls, model: ParallelModel, stream: BatchStream, optim: OptimConfig, config: TrainConfig) -> Self:
-        """Create the state of a run before its first step."""
-        limits = [config.steps, config.epochs and config.epochs * stream.steps_per_epoch]
-        total_steps = min(limit for limit in limits if limit is not None)
-        rate = LearningRate(optim, total_steps, config.best_mode, stream.steps_per_epoch)
+    def create(
+        cls,
+        model: ParallelModel,
+        stream: BatchStream,
+        optimizer: torch.optim.Optimizer,
+        rate: LearningRate,
+        config: TrainConfig,
+        run: Mapping[str, Any],
+    ) -> Self:
+        """Create the state of a run before its first step; `run` as in `identity`."""
         return cls(
             model=model,
             stream=stream,
-            optimizer=build_optimizer(model.trained, optim),
+            optimizer=optimizer,
             precision=Precision(config.precision, model.ranks.device),
             rate=rate,
             tracker=BestTracker(mode=config.best_mode, patience=config.early_stop_patience),
             meter=LossMeter(model.ranks),
-            identity=identity(model.whole, optim, config, rate),
+            identity=identity(model.whole, run, rate),
             spikes=None if config.spike_factor is None else LossSpikeDetector(config.spike_factor),
         )
 
@@ -169,30 +174,32 @@ class TrainState:
         return optimizer
 
 
-def identity(model: nn.Module, optim: OptimConfig, config: TrainConfig, rate: LearningRate) -> dict[str, Any]:
+def identity(model: nn.Module, run: Mapping[str, Any], rate: LearningRate) -> dict[str, Any]:
     """Return the settings besides the data that determine the weights; a run resumes only where all are the same.
+
+    They are selected from `run`, the JSON values in the `config.json` of each checkpoint.
 
     Not part of it: logging, saving and the number of ranks. The length of the run is part of it only where the learning
     rate depends on it, and validation only where it controls the learning rate.
     """
-    settings = getattr(model, "config", None)
+    settings, train = getattr(model, "config", None), run["train"]
     described: dict[str, Any] = {
         "model": {
             "name": getattr(model, "name", type(model).__name__),
             "settings": to_dict(settings) if dataclasses.is_dataclass(settings) else None,
         },
-        "optim": to_dict(optim),
-        "train": {name: getattr(config, name) for name in _IDENTITY_FIELDS},
+        "optim": run["optim"],
+        "train": {name: train[name] for name in _IDENTITY_FIELDS},
         "randomness": RULE,
     }
-    if config.spike_factor is not None:
-        described["train"]["spike_factor"] = config.spike_factor
-    if config.packed_text:  # dropout draws numbers for other positions
+    if train["spike_factor"] is not None:
+        described["train"]["spike_factor"] = train["spike_factor"]
+    if train["packed_text"]:  # dropout draws numbers for other positions
         described["train"]["packed_text"] = True
     if rate.depends_on_length:
         described["train"]["total_steps"] = rate.total_steps
-    if isinstance(optim.schedule, Plateau):
-        described["train"] |= {name: getattr(config, name) for name in ("validate_every", "best_metric", "best_mode")}
+    if rate.depends_on_metric:
+        described["train"] |= {name: train[name] for name in ("validate_every", "best_metric", "best_mode")}
     return json.loads(json.dumps(described))
 
 

@@ -41,6 +41,8 @@ from medvl.train.loop.rollback import RollbackPolicy
 from medvl.train.loop.state import TrainState, resume_path
 from medvl.train.loop.step import Step
 from medvl.train.loop.validate import Evaluator, run_evaluators, validation_loss
+from medvl.train.optim.optimizer import build_optimizer
+from medvl.train.optim.schedule import LearningRate
 from medvl.train.parallel.batches import BatchStream, TrainLoader
 from medvl.train.parallel.distributed import RankInfo, cpu_cores, join, machine_settings
 from medvl.train.parallel.prefetch import side_stream
@@ -147,17 +149,20 @@ class Training:
     ) -> None:
         self.config, self._valid_loader, self._evals = config, valid_loader, evals
         versions = {"torch": str(torch.__version__), "python": platform.python_version()}
-        self._run_info = {**(run or {}), "train": to_dict(config), "optim": to_dict(optim), "versions": versions}
+        described = {**(run or {}), "train": to_dict(config), "optim": to_dict(optim), "versions": versions}
         parallel = parallelize(model, config, ranks)
         stream = BatchStream(train_loader, config.accumulate, side_stream(ranks.device, config.channels_last))
-        self.state = TrainState.create(parallel, stream, optim, config)
-        self._checkpoints = Checkpoints(config.run_dir, config.keep_last)
+        total_steps = config.total_steps(stream.steps_per_epoch)
+        rate = LearningRate(optim, total_steps, config.best_mode, stream.steps_per_epoch)
+        optimizer = build_optimizer(parallel.trained, optim)
+        self.state = TrainState.create(parallel, stream, optimizer, rate, config, described)
+        self._checkpoints = Checkpoints(config.run_dir, config.keep_last, described)
         self._last_saved: int | None = None
         self._save_pending = False
         self._resume()
         self.step = Step(
             parallel,
-            self.state.optimizer,
+            optimizer,
             self.state.precision,
             seed=config.seed,
             clip_norm=optim.clip_norm,
@@ -169,9 +174,9 @@ class Training:
         self.logger = RunLogger(
             config,
             step=self.state.step,
-            total_steps=self.state.total_steps,
+            total_steps=total_steps,
             active=ranks.is_main,
-            run={name: value for name, value in self._run_info.items() if name != "train_manifest"}
+            run={name: value for name, value in described.items() if name != "train_manifest"}
             | {"model": self.state.identity["model"]},
         )
         self._rollback = RollbackPolicy(self.state, config, self.logger, self._checkpoints)
@@ -248,7 +253,7 @@ class Training:
         tensors = state.optimizer_tensors()
 
         def write() -> Path:
-            return checkpoints.save(state.model.whole, self._run_info, values, tensors)
+            return checkpoints.save(state.model.whole, values, tensors)
 
         def on_main() -> bool:
             self.logger.flush()
@@ -264,7 +269,7 @@ class Training:
         state.ranks.on_main(self.logger.flush)
 
         def write() -> Path:
-            return save_parts(self._checkpoints, state.model, self._run_info, values, state.optimizer_parts())
+            return save_parts(self._checkpoints, state.model, values, state.optimizer_parts())
 
         return (write() if must else self._checkpoints.attempt(write, state.step)) is not None
 

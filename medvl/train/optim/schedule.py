@@ -36,6 +36,11 @@ class LearningRate:
         """Whether a run of another length has other rates from the start."""
         return isinstance(self._schedule, (Linear, Cosine))
 
+    @property
+    def depends_on_metric(self) -> bool:
+        """Whether `observe` may lower the rate."""
+        return isinstance(self._schedule, Plateau)
+
     def at(self, step: int) -> float:
         """Return the rate of update number `step`; a decaying rate would reach `min_lr` at number `total_steps`."""
         warmup = self._schedule.warmup_steps

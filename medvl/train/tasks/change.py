@@ -3,18 +3,13 @@
 import dataclasses
 from typing import Any
 
-from medvl.data.transforms.image import ConVIRTAugmentation, EvalTransform
-from medvl.data.transforms.text import WholeText
-from medvl.train.tasks.classification import LabelledDataConfig
-from medvl.train.tasks.common import DataLoaders, describe, open_split, open_train, open_valid
+from medvl.train.tasks.classification import ClassificationDataConfig, open_labelled
+from medvl.train.tasks.common import DataLoaders
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class ChangeDataConfig(LabelledDataConfig):
-    """Shards with labels of change, such as those of `medvl shards ms-cxr-t`, and the augmentation."""
-
-    image: ConVIRTAugmentation | EvalTransform
-    """Transform of the training images and their prior images; validation uses the model's own."""
+class ChangeDataConfig(ClassificationDataConfig):
+    """Shards with labels of change, such as those of `medvl shards ms-cxr-t`, and the augmentation of both images."""
 
     def names(self) -> tuple[str, ...]:
         """Return the findings to learn. Raises ConfigError where the shards have no label of change of one."""
@@ -34,17 +29,7 @@ def open_change(data: ChangeDataConfig, model: Any, batch: int) -> DataLoaders:
     Raises ShardError where a folder is damaged, SplitError where the two share a patient, ConfigError where the batch
     does not fit the ranks or the selected images.
     """
-    from medvl.data.loading.subset import ChangeLabels, Subset, label_fraction, no_text
+    from medvl.data.loading.subset import ChangeLabels
 
-    options: dict[str, Any] = {"tokenizer": no_text, "text": WholeText(), "inputs": model.inputs}
-    train, valid = open_split(data)
-    assert valid is not None
-    patients = [train.sample(position).patient for position in range(len(train))]
-    selected = Subset(train, label_fraction(patients, data.fraction, data.fraction_seed))
     findings = model.config.findings
-    loader = open_train(data, ChangeLabels(selected, findings), batch, image=data.image, **options)
-    options["image"] = model.transform
-    losses = open_valid(data, ChangeLabels(valid, findings), **options)
-    images = open_valid(data, valid, shared=False, **options)
-    selection = {"fraction": data.fraction, "fraction_seed": data.fraction_seed, "images": len(selected)}
-    return DataLoaders(loader, losses, images, describe(train.manifest, valid.manifest, **selection))
+    return open_labelled(data, model, batch, lambda source: ChangeLabels(source, findings), tokenizer=None)

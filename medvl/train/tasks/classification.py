@@ -78,22 +78,30 @@ def open_classification(data: ClassificationDataConfig, model: Any, apply: Apply
     Raises ShardError where a folder is damaged, SplitError where the two share a patient, ConfigError where the batch
     does not fit the ranks or the selected images.
     """
-    from medvl.data.loading.subset import LabelPolicyView, Subset, label_fraction, no_text
+    from medvl.data.loading.subset import LabelPolicyView
 
-    options: dict[str, Any] = {
-        "tokenizer": model.tokenizer or no_text,
-        "text": WholeText(),
-        "inputs": model.inputs,
-    }
+    names = model.config.labels
+    return open_labelled(data, model, batch, lambda source: LabelPolicyView(source, names, apply), model.tokenizer)
+
+
+def open_labelled(
+    data: ClassificationDataConfig, model: Any, batch: int, with_labels: Callable[[Any], Any], tokenizer: Any
+) -> DataLoaders:
+    """Open the loaders of a classifier of any labels for this rank; raises as `open_classification` does.
+
+    `with_labels` returns a source with the labels to learn. Without a `tokenizer` no text is read.
+    """
+    from medvl.data.loading.subset import Subset, label_fraction, no_text
+
+    options: dict[str, Any] = {"tokenizer": tokenizer or no_text, "text": WholeText(), "inputs": model.inputs}
     train, valid = open_split(data)
     assert valid is not None
     regions = bind_regions(model, train)
     patients = [train.sample(position).patient for position in range(len(train))]
     selected = Subset(train, label_fraction(patients, data.fraction, data.fraction_seed))
-    names = model.config.labels
-    loader = open_train(data, LabelPolicyView(selected, names, apply), batch, image=data.image, **options)
+    loader = open_train(data, with_labels(selected), batch, image=data.image, **options)
     selection = {"fraction": data.fraction, "fraction_seed": data.fraction_seed, "images": len(selected)}
     described = describe(train.manifest, valid.manifest, **selection, **regions)
     options["image"] = model.transform
-    losses = open_valid(data, LabelPolicyView(valid, names, apply), **options)
+    losses = open_valid(data, with_labels(valid), **options)
     return DataLoaders(loader, losses, open_valid(data, valid, shared=False, **options), described)

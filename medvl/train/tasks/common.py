@@ -1,7 +1,7 @@
 """Data settings and loaders shared by all training tasks."""
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -125,23 +125,26 @@ def bind_regions(model: Any, source: Any) -> dict[str, Any]:
 
 def open_train(data: LoaderConfig, source: Any, batch: int, **options: Any) -> "Loader":
     """Open this rank's loader of training batches; `batch` counts the samples over all ranks."""
-    from medvl.data.loading.loader import open_loader
-
-    options = {"seed": data.seed, "max_skipped": data.max_skipped, **options}
-    return open_loader(source, batch=batch, train=True, workers=data.workers, **options)
+    return _open(data, source, batch=batch, train=True, workers=data.workers, **options)
 
 
 def open_valid(data: LoaderConfig, source: Any, *, shared: bool = True, **options: Any) -> "Loader":
     """Open a validation loader: this rank's share of the batches, or with `shared=False` all of them on each rank."""
     from medvl.common.ranks import rank_and_world
-    from medvl.data.loading.loader import open_loader
 
     workers = min(data.workers, _VALID_WORKERS)
-    options = {"seed": data.seed, "max_skipped": data.max_skipped, "batch": data.valid_batch, **options}
+    options = {"batch": data.valid_batch, "train": False, **options}
     if shared:
-        return open_loader(source, train=False, workers=workers, **options)
+        return _open(data, source, workers=workers, **options)
     workers = workers if rank_and_world()[0] == 0 else 0  # used on rank 0 only
-    return open_loader(source, train=False, rank=0, world=1, workers=workers, **options)
+    return _open(data, source, rank=0, world=1, workers=workers, **options)
+
+
+def _open(data: LoaderConfig, source: Any, opener: "Callable[..., Loader] | None" = None, **options: Any) -> "Loader":
+    """Open a loader with `opener`, by default `open_loader`."""
+    from medvl.data.loading.loader import open_loader
+
+    return (opener or open_loader)(source, **{"seed": data.seed, "max_skipped": data.max_skipped, **options})
 
 
 def describe(train: Manifest, valid: Manifest | None, **options: Any) -> dict[str, Any]:

@@ -7,7 +7,15 @@ from typing import Any
 
 from medvl.data.shards.format import MANIFEST
 from medvl.data.shards.verify import check_against
-from medvl.train.tasks.common import DataLoaders, LoaderConfig, check_tokenizer, describe, open_split
+from medvl.train.tasks.common import (
+    DataLoaders,
+    LoaderConfig,
+    check_tokenizer,
+    describe,
+    open_split,
+    open_train,
+    open_valid,
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,7 +46,6 @@ def open_text(data: TextDataConfig, model: Any, micro_batch: int) -> DataLoaders
     Raises ShardError where a folder is damaged, SplitError where training and validation share a document, ConfigError
     where the batch does not fit the ranks, or the model's tokenizer cannot mask words.
     """
-    from medvl.common.ranks import rank_and_world
     from medvl.data.loading.concat import ConcatSource
     from medvl.data.loading.text_loader import open_text_loader
     from medvl.data.shards.source import ShardSource
@@ -50,17 +57,11 @@ def open_text(data: TextDataConfig, model: Any, micro_batch: int) -> DataLoaders
         source = ConcatSource([train, *map(ShardSource, data.extra_train)], data.weights or None)
         if valid is not None:
             check_against(source.manifest, valid.manifest)
-    options: dict[str, Any] = {"seed": data.seed, "max_skipped": data.max_skipped, "sections": data.sections}
-    loader = open_text_loader(source, model.sequences, batch=micro_batch, train=True, workers=data.workers, **options)
+    options: dict[str, Any] = {"opener": open_text_loader, "sequences": model.sequences, "sections": data.sections}
+    loader = open_train(data, source, micro_batch, **options)
     chosen = {"weights": list(data.weights)} if data.weights else {}
     described = describe(source.manifest, None if valid is None else valid.manifest, **chosen)
     if valid is None:
         return DataLoaders(loader, None, None, described)
-
-    def open_valid(**ranks: Any) -> Any:
-        workers = min(data.workers, 2) if not ranks or rank_and_world()[0] == 0 else 0
-        return open_text_loader(
-            valid, model.sequences, batch=data.valid_batch, train=False, workers=workers, **options, **ranks
-        )
-
-    return DataLoaders(loader, open_valid(), open_valid(rank=0, world=1), described)
+    losses = open_valid(data, valid, **options)
+    return DataLoaders(loader, losses, open_valid(data, valid, shared=False, **options), described)

@@ -44,7 +44,7 @@ def run(run_dir: Path, **changes: Any) -> Any:
 
 
 def steps(run_dir: Path) -> list[int]:
-    return Checkpoints(run_dir, keep_last=1).steps()
+    return Checkpoints(run_dir, keep_last=1, run={}).steps()
 
 
 def truncate(path: Path) -> None:
@@ -261,14 +261,14 @@ def test_first_and_last_save_must_succeed(failing: set[int], tmp_path: Path, mon
 def test_failed_flush_leaves_checkpoints_unchanged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run(tmp_path, epochs=1)
     before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*") if "checkpoints" in path.parts}
-    checkpoints = Checkpoints(tmp_path, keep_last=3)
+    checkpoints = Checkpoints(tmp_path, keep_last=3, run={})
 
     def fail(descriptor: int) -> None:
         raise OSError(errno.EIO, "Input/output error")
 
     monkeypatch.setattr(os, "fsync", fail)
     state = {"step": 9, "best": {"step": None}}
-    assert checkpoints.attempt(lambda: checkpoints.save(TwoTowers(), {}, state, {}), 9) is None
+    assert checkpoints.attempt(lambda: checkpoints.save(TwoTowers(), state, {}), 9) is None
     assert checkpoints.failures == 1
     after = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*") if "checkpoints" in path.parts}
     assert {path for path in after if path.name != "checkpoints"} == {p for p in before if p.name != "checkpoints"}

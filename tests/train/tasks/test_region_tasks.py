@@ -1,6 +1,7 @@
 """Models of regions in fine-tuning and evaluation, from shards with files of regions to results."""
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -25,6 +26,8 @@ from medvl.eval.core.open import open_for_evaluation, open_source
 from medvl.eval.retrieval.rerank import ShortlistModel
 from medvl.models import VQA, FusedClassifier, RetrievalModel
 from medvl.models.checkpoint import load, save
+from medvl.schema import Inputs
+from medvl.train.tasks.change import ChangeDataConfig, open_change
 from medvl.train.tasks.classification import ClassificationDataConfig, open_classification
 from medvl.train.tasks.pretraining import DataConfig, open_data
 from medvl.train.tasks.vqa import VQADataConfig, open_vqa
@@ -148,3 +151,12 @@ def test_regions_of_another_detector_are_refused_at_every_head(model: Any, shard
     )
     with raises(ConfigError, "mismatch", "data.regions"):
         open_classification(data, classifier, lambda labels, names: labels, 4)
+
+
+def test_a_classifier_of_change_that_reads_pixels_refuses_regions(shards: Path) -> None:
+    model = SimpleNamespace(name="change", config=SimpleNamespace(findings=("edema",)), inputs=Inputs(), modules=list)
+    data = ChangeDataConfig(
+        train=shards / "train", valid=shards / "validate", image=EvalTransform(size=32), regions="quarters", workers=0
+    )
+    with raises(ConfigError, "conflict", "data.regions"):
+        open_change(data, model, 4)

@@ -113,15 +113,13 @@ class DecoderHead(nn.Module):
 
     def __init__(self, config: VQAConfig, model: FusionModel) -> None:
         super().__init__()
-        if model.tokenizer is None:
-            raise ConfigError(f"head {config.head!r} needs a model with a tokenizer", "missing", field="tokenizer")
-        self.config, self.tokenizer = config, model.tokenizer
-        ids_VT, mask_VT = model.tokenizer(config.answers)
+        self.config, self.tokenizer = config, model.require_tokenizer(f"head {config.head!r}")
+        ids_VT, mask_VT = self.tokenizer(config.answers)
         length_V = mask_VT.sum(dim=1).clamp(max=config.decoder.max_tokens)
         if length_V.min() < 3:
             number = int(length_V.argmin()) + 1
             raise ConfigError(f"answer {number} has no token; remove it", "unsupported", field="answers")
-        ids_VT = ids_VT[:, : int(length_V.max())].scatter(1, length_V[:, None] - 1, model.tokenizer.sep_id)
+        ids_VT = ids_VT[:, : int(length_V.max())].scatter(1, length_V[:, None] - 1, self.tokenizer.sep_id)
         self.register_buffer("ids_VT", ids_VT, persistent=False)
         self.register_buffer("length_V", length_V, persistent=False)
         known = zip(ids_VT.tolist(), length_V.tolist(), config.answers, strict=True)

@@ -144,10 +144,7 @@ class LocalDualEncoder(TextMaps, BertDualEncoder):
 
     def word_slots(self, ids_BT: Tensor, mask_BT: Tensor, *, last_token: bool = False) -> Tensor:
         """Return `words.word_slots` with this model's tokenizer. Raises ConfigError without one."""
-        if self.tokenizer is None:
-            message = "words need a tokenizer: create_model(..., tokenizer=FOLDER)"
-            raise ConfigError(message, "missing", field="tokenizer")
-        return word_slots(self.tokenizer, ids_BT, mask_BT, last_token=last_token)
+        return word_slots(self.require_tokenizer("finding words"), ids_BT, mask_BT, last_token=last_token)
 
     def embed_slots(self, ids_BT: Tensor, mask_BT: Tensor, slot_BT: Tensor) -> Embeddings:
         """Return texts as `similarity` takes them, with one local feature for each slot of tokens, such as a word.

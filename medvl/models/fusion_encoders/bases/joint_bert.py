@@ -132,10 +132,7 @@ class JointBERT(BertStream):
         if longest > self.text_encoder.max_tokens:
             message = f"max_tokens must be at most {self.text_encoder.max_tokens} (positions), got {longest}"
             raise ConfigError(message, "out_of_range", field="max_tokens")
-        if self.tokenizer is None:
-            message = f"{self.name} needs a tokenizer to write; use create_model(..., tokenizer=FOLDER)"
-            raise ConfigError(message, "missing", field="tokenizer")
-        return self.tokenizer, longest
+        return self.require_tokenizer("writing"), longest
 
 
 class MaskWriter:
