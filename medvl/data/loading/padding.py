@@ -19,7 +19,7 @@ def pad_rows(arrays: Sequence[np.ndarray | None], *, as_stored: bool = False) ->
     """
     given = [array for array in arrays if array is not None]
     rows, columns = max(map(len, given), default=0), given[0].shape[1] if given else 0
-    dtype = np.result_type(*given) if given and as_stored else np.float32
+    dtype = np.result_type(*given) if given and as_stored else np.dtype(np.float32)
     padded = np.zeros((len(arrays), rows, columns), dtype)
     for row, array in enumerate(arrays):
         if array is not None:

@@ -115,17 +115,14 @@ def open_data(data: DataConfig, model: Any, micro_batch: int) -> DataLoaders:
         if valid is not None:
             check_against(source.manifest, valid.manifest)
     _check_statements(data.text, source)
-    inputs, chosen = model.inputs, {}
-    if data.image_features is None:
-        chosen = bind_regions(model, source)
-    else:
-        chosen = check_features(model, source)
-        inputs = dataclasses.replace(inputs, regions=True)
+    is_stored = data.image_features is not None
+    chosen = check_features(model, source) if is_stored else bind_regions(model, source)
     if data.paired_fraction < 1:
         chosen |= {"paired_fraction": data.paired_fraction, "others": data.others}
     if data.weights:
         chosen["weights"] = list(data.weights)
     described = describe(source.manifest, None if valid is None else valid.manifest, **chosen)
+    inputs = dataclasses.replace(model.inputs, regions=True) if is_stored else model.inputs
     loader = open_train(data, source, micro_batch, image=data.image, inputs=inputs, **options)
     return DataLoaders(loader, *_valid_loaders(data, valid, model, options), described)
 

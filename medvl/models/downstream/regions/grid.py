@@ -1,6 +1,6 @@
 """The grid of an image encoder as regions: no detector is needed."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -44,7 +44,7 @@ class GridRegions:
         self.encoder = encoder.eval().requires_grad_(False)
         self.width = encoder.patch_dim
         self.trained_on = encoder.trained_on
-        self.settings = grid_settings(encoder, transform, all_tokens=all_tokens)
+        self.settings: Mapping[str, Any] = grid_settings(encoder, transform, all_tokens=all_tokens)
         self.sha256 = weights_sha256(encoder, self.settings)
         rows, columns = encoder.grid(transform.size, transform.size)
         y, x = np.meshgrid(np.arange(rows), np.arange(columns), indexing="ij")
