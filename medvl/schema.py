@@ -150,8 +150,9 @@ class Batch:
     has_text_B: Tensor | None = None
     """bool: False where a sample has no text, whatever its tokens are. None: every sample has one."""
     regions_BPD: Tensor | None = None
-    """float32: precomputed region features of a detector (`Inputs.regions`), for models that take them in place of
-    pixels; a row of zeros is padding."""
+    """float16 or float32, as stored: precomputed region features of a detector (`Inputs.regions`), for models that take
+    them in place of pixels; a row of zeros is padding. Or the class token and the patches of a frozen image encoder
+    (`DualEncoder.reads_features`)."""
     region_boxes_BP4: Tensor | None = None
     """float32: left, top, right and bottom of each region as shares of the image, in 0..1; zeros for padding."""
     region_classes_BPK: Tensor | None = None

@@ -3,6 +3,7 @@
     python scripts/benchmark_systems.py                                    # counts: half an hour on one core
     python scripts/benchmark_systems.py --systems radzero,mavl --seconds
     python scripts/benchmark_systems.py --seconds --device cuda --batch 32
+    OMP_NUM_THREADS=1 python scripts/benchmark_systems.py --frozen --image-size 224 --seconds
 
 Models are those of the presets `paper`, with random weights. They read random images, reports of `--tokens`, and
 `--statements` statements of twelve tokens where a system reads statements. FLOPs are counted by torch for the forward
@@ -12,15 +13,20 @@ float32, weights left out. Weights, gradients and the two moments of Adam need 1
 step; its operations and seconds are means over twelve steps. ARL's graph has 10,000 entities with 50,000 relations, a
 size that the paper does not state. BERTHop trains by masked words and matching, on a PixelHop++ with random kernels.
 LViT trains on labelled images. UMRL needs principal components of data and is left out.
+
+`--frozen` compares steps of RadZero that train its image encoder, run it frozen, and read its stored output (`medvl
+regions --all-tokens`): FLOPs of a forward and a backward pass, those of images counted on the meta device, which
+includes the products of the attention, and with `--seconds` CPU seconds, medians of `--repeats` steps in turns.
 """
 
 import argparse
 import dataclasses
+import itertools
 import math
 import runpy
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +35,8 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from medvl.data import DenseBatch, Tokenizer, train_wordpiece
+from medvl.encoders import create_text_encoder
+from medvl.losses.local.statements import patch_cosine
 from medvl.models import create_model
 
 # Internals on purpose: a model is built for a graph of a stated size without its files.
@@ -62,6 +70,10 @@ SYSTEMS = {
     "r2gen": ("r2gen_iu", "paper"),
 }
 """Name -> recipe and preset."""
+PUBLISHED_BATCH = 256
+"""Images whose statements `--frozen` compares with each image."""
+CASES = ("trained", "frozen", "stored")
+"""Image encoders of `--frozen`."""
 GRAPH = GraphSizes(entities=10_000, triples=50_000, names=0, longest_name=0, sha256="")
 STEPS = 5
 TASK_STEPS = 12
@@ -78,7 +90,13 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=64, help="tokens of a report")
     parser.add_argument("--seconds", action="store_true", help="also time forward and backward passes")
     parser.add_argument("--device", default="cpu")
+    parser.add_argument("--frozen", action="store_true", help="compare RadZero's trained, frozen and stored images")
+    parser.add_argument("--image-size", type=int, default=518, help="side of the images of --frozen")
+    parser.add_argument("--repeats", type=int, default=3, help="timed steps of --frozen")
     options = parser.parse_args()
+    if options.frozen:
+        compare_frozen(options)
+        return
     unknown = sorted(set(options.systems.split(",")) - set(SYSTEMS))
     if unknown:
         parser.error(f"unknown systems {', '.join(unknown)}: choose from {', '.join(SYSTEMS)}")
@@ -116,12 +134,83 @@ def row(name: str, options: argparse.Namespace) -> list[str]:
     ]
 
 
-def build(recipe: str, preset: str) -> Any:
+def compare_frozen(options: argparse.Namespace) -> None:
+    """Print the cost of RadZero's training step with a trained, a frozen and a stored image encoder."""
+    flops = frozen_flops(options)
+    seconds = frozen_seconds(options) if options.seconds else dict.fromkeys(CASES, math.nan)
+    print("".join(f"{column:>14}" for column in ("images", "GFLOP/sample", "share", "CPU s/step", "share")))
+    for name in CASES:
+        shares = flops[name] / flops["trained"], seconds[name] / seconds["trained"]
+        cells = name, f"{flops[name]:.1f}", f"{shares[0]:.3f}", f"{seconds[name]:.2f}", f"{shares[1]:.3f}"
+        print("".join(f"{cell:>14}" for cell in cells))
+
+
+def frozen_flops(options: argparse.Namespace) -> dict[str, float]:
+    """Return the GFLOP of a sample's step in each case, counted on the meta device, and print those of its parts."""
+    with torch.device("meta"):
+        model = build("radzero_mimic", "paper", image_size=options.image_size).eval()
+        batch = random_batch(model, options)
+    tokens_BKD = encoded(model, batch)
+    text_encoder = create_text_encoder(model.config.text_encoder, vocab_size=vocabulary().vocab_size)
+    statements_NT = torch.randint(10, text_encoder.vocab_size, (options.batch * options.statements, 12))
+    mask_NT = torch.ones_like(statements_NT, dtype=torch.bool)  # its encoder reads the mask's values: on the CPU
+    images_BKD = torch.zeros(tokens_BKD.shape, requires_grad=True)
+    texts_NE = torch.zeros(PUBLISHED_BATCH * options.statements, images_BKD.shape[2], requires_grad=True)
+    parts: dict[str, Callable[[], Tensor]] = {
+        "encoder, forward": lambda: encoded(model, batch),
+        "encoder": lambda: model.image_encoder(batch.image_BCHW).patches_BPD,
+        "trained layers": lambda: model.norm(model.layers(tokens_BKD)),
+        "text encoder": lambda: text_encoder(statements_NT, mask_NT).tokens_BTD,
+        "comparison": lambda: patch_cosine(images_BKD, texts_NE, 14.3),
+    }
+    model.image_encoder.requires_grad_(True)
+    gflop = {name: counted(part) / options.batch for name, part in parts.items()}
+    tokens, width = tokens_BKD.shape[1:]
+    print(f"{options.image_size} pixels: {tokens} tokens of {width}, {tokens * width * 2 / 1e6:.2f} MB an image")
+    print("GFLOP of a sample: " + ", ".join(f"{name} {value:.1f}" for name, value in gflop.items()))
+    trained = sum(gflop[name] for name in ("trained layers", "text encoder", "comparison"))
+    return {
+        "trained": trained + gflop["encoder"],
+        "frozen": trained + gflop["encoder, forward"],
+        "stored": trained,
+    }
+
+
+def counted(part: Callable[[], Tensor]) -> float:
+    """Return the GFLOP of a forward pass, and of its backward pass where it has a gradient."""
+    with FlopCounterMode(display=False) as counter:
+        output = part()
+        if output.requires_grad:
+            output.backward(torch.ones_like(output))
+    return counter.get_total_flops() / 1e9
+
+
+def frozen_seconds(options: argparse.Namespace) -> dict[str, float]:
+    """Return the median CPU seconds of steps in each case, measured in turns after a turn that warms up."""
+    model = build("radzero_mimic", "paper", image_size=options.image_size).train()
+    images = random_batch(model, options)
+    stored = {"image_BCHW": images.image_BCHW[:, :, :0, :0], "regions_BPD": encoded(model, images).half()}
+    taken: dict[str, list[float]] = {name: [] for name in CASES}
+    for _, name in itertools.product(range(options.repeats + 1), CASES):
+        model.image_encoder.requires_grad_(name == "trained")
+        batch = dataclasses.replace(images, **stored) if name == "stored" else images
+        taken[name].append(timed(model, batch, time.process_time))
+    return {name: statistics.median(times[1:]) for name, times in taken.items()}
+
+
+@torch.no_grad()
+def encoded(model: Any, batch: Batch) -> Tensor:
+    """Return the class token and the patches of images, without gradient."""
+    features = model.image_encoder(batch.image_BCHW)
+    return torch.cat([features.pooled_BD[:, None], features.patches_BPD], dim=1)
+
+
+def build(recipe: str, preset: str, **changes: Any) -> Any:
     """Return the model of a preset with random weights and a small vocabulary."""
     config = runpy.run_path(str(RECIPES / f"{recipe}.py"))["PRESETS"][preset].model
     weights = {name: None for name in ("image_weights", "text_weights") if hasattr(config, name)}
     graph = {"knowledge": None, "graph": GRAPH} if hasattr(config, "graph") else {}
-    config = dataclasses.replace(config, **weights, **graph)
+    config = dataclasses.replace(config, **weights, **graph, **changes)
     return create_model(config, pretrained=False, tokenizer=vocabulary())
 
 
@@ -202,13 +291,13 @@ def seconds(model: Any, batch: Batch, steps: Sequence[int]) -> float:
     return statistics.mean(medians)
 
 
-def timed(model: Any, batch: Batch) -> float:
+def timed(model: Any, batch: Batch, clock: Callable[[], float] = time.perf_counter) -> float:
     """Return the time of a forward and a backward pass."""
-    start = time.perf_counter()
+    start = clock()
     model(batch).total.backward()
     if batch.image_BCHW.is_cuda:
         torch.cuda.synchronize()
-    taken = time.perf_counter() - start
+    taken = clock() - start
     model.zero_grad()
     return taken
 

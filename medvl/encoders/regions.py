@@ -56,7 +56,7 @@ class RegionEncoder(nn.Module):
         self.trained_on += tuple(each for each in trained_on if each not in self.trained_on)
 
     def read(self, batch: Batch) -> Tensor:
-        """(B, P, D): the features of a batch's regions, followed by their box codes.
+        """(B, P, D) float32: the features of a batch's regions, followed by their box codes.
 
         Raises ConfigError when the batch lacks them.
         """
@@ -66,9 +66,10 @@ class RegionEncoder(nn.Module):
                 f"expected Batch.{field}; set data.regions to a folder that `medvl regions` wrote for these shards"
             )
             raise ConfigError(message, "missing", field=field)
+        regions_BPD = batch.regions_BPD.float()
         if self.code is None or batch.region_boxes_BP4 is None:
-            return batch.regions_BPD
-        return torch.cat([batch.regions_BPD, box_code(batch.region_boxes_BP4, self.code)], dim=2)
+            return regions_BPD
+        return torch.cat([regions_BPD, box_code(batch.region_boxes_BP4, self.code)], dim=2)
 
     def forward(self, regions_BPD: Tensor) -> ImageFeatures:
         """Return the regions; the pooled vector is the mean of the real ones.

@@ -118,6 +118,13 @@ def radzero(**settings: Any) -> ContrastiveEncoder:
     return medvl.create_model("radzero", **{**sizes, **settings})
 
 
+def stored_tokens(image_BCHW: torch.Tensor) -> torch.Tensor:
+    """Return the vector and the patches of the image encoder of `radzero()`, as `medvl regions --all-tokens` does."""
+    with torch.no_grad():
+        features = radzero().image_encoder.eval()(image_BCHW)
+    return torch.cat([features.pooled_BD[:, None], features.patches_BPD], dim=1)
+
+
 def carzero(**settings: Any) -> ContrastiveEncoder:
     torch.manual_seed(0)
     towers = {"image_encoder": "resnet_tiny", "text_encoder": "tiny_bert", "text_arguments": {"num_hidden_layers": 1}}
@@ -147,6 +154,7 @@ SYSTEMS: dict[str, Callable[[], ContrastiveEncoder]] = {
     "medclip": medclip,
     "biovil_t": biovil_t,
     "radzero": radzero,
+    "radzero stored": lambda: radzero(frozen_image=True),
     "carzero": carzero,
     "cxrclip": lambda: cxrclip(positives="study"),
 }
@@ -179,10 +187,12 @@ def make_batch(name: str = "clip", rows: slice = slice(None)) -> Batch:
         batch.has_second_text_B = (torch.arange(PAIRS) != 1)[rows]
     if name in ("medclip", "cxrclip"):
         batch.second_ids_BT, batch.second_mask_BT = batch.ids_BT % 20 + 10, batch.mask_BT
-    if name == "radzero":
+    if name.startswith("radzero"):
         words = torch.tensor([[1, 2], [2, 0], [3, 3], [1, 4], [2, 5], [6, 0], [4, 1]])[rows]  # some in several samples
         batch.statement_ids_BST = torch.stack([words * 3 + 7, words * 2 + 9, words + 11], dim=2)
         batch.statement_mask_BST = (words > 0)[:, :, None] & (torch.arange(3) < words[:, :, None] % 3 + 1)
+    if name == "radzero stored":
+        batch.regions_BPD = stored_tokens(batch.image_BCHW)
     if name == "biovil_t":
         pixels = torch.randint(
             0, 256, (PAIRS, 2, 64, 64), dtype=torch.uint8, generator=torch.Generator().manual_seed(7)

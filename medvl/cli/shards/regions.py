@@ -3,7 +3,7 @@
 import dataclasses
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 
@@ -26,6 +26,11 @@ class DetectorOptions:
     """file with a name of the detector's classes on each line, the background's first"""
     image_size: int | None = None
     """size of the images of grid:ENCODER"""
+    fit: Literal["crop", "pad", "squash"] | None = None
+    """how grid:ENCODER makes images square; default: pad"""
+    all_tokens: bool = False
+    """of a grid, store the class token (or the encoder's vector) and all cells, also those outside of the image: what
+    a model with this frozen encoder trains on in place of images (data.image-features NAME)"""
     max_regions: int = 36
     """largest number of regions of an image; without --min-regions the number of all (VisualBERT and LXMERT: 36)"""
     min_regions: int | None = None
@@ -54,6 +59,8 @@ class DetectorOptions:
                 nms_iou_threshold=self.nms_iou_threshold,
             ),
             image_size=self.image_size,
+            fit=self.fit,
+            all_tokens=self.all_tokens,
             class_names=None if self.class_names is None else _read_names(self.class_names),
             device=resolve_device(self.device),
         )
@@ -72,8 +79,9 @@ def regions(
 ) -> None:
     """Write region features, boxes and classes of all images beside their shards, once, with a frozen detector.
 
-    Models with image_encoder regions:WIDTH read them (data.regions NAME). The shards stay as they are. Run the same
-    command again to resume.
+    Models with image_encoder regions:WIDTH read them (data.regions NAME). With --all-tokens they are the output of a
+    frozen image encoder, for training its model without running it (data.image-features NAME). The shards stay as they
+    are. Run the same command again to resume.
 
     Args:
         shards: folder of a split, or folder that contains all splits.
@@ -96,9 +104,10 @@ def regions(
     for folder in split_folders(shards):
         manifest = write_regions(ShardSource(folder), opened, name, run, progress=sys.stderr.isatty())
         classes = f", {len(manifest.class_names)} classes" if manifest.class_names else ""
+        use = f"data.image_features {name}" if options.all_tokens else f"image_encoder regions:{manifest.width}"
         print(
             f"Wrote {folder}/regions/{name}: {manifest.regions} regions of {manifest.images} images, "
-            f"{manifest.skipped} images skipped; image_encoder regions:{manifest.width}{classes}"
+            f"{manifest.skipped} images skipped; {use}{classes}"
         )
 
 

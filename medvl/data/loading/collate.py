@@ -310,7 +310,7 @@ class Collate:
         boxes, features = (
             [None if each is None else getattr(each, name) for each in regions] for name in ("boxes_P4", "features_PD")
         )
-        batch.regions_BPD, batch.region_boxes_BP4 = pad_rows(features), pad_rows(boxes)
+        batch.regions_BPD, batch.region_boxes_BP4 = pad_rows(features, as_stored=True), pad_rows(boxes)
         if self.inputs.region_classes:
             batch.region_classes_BPK = pad_rows([None if each is None else each.classes_PK for each in regions])
 

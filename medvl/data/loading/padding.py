@@ -12,11 +12,15 @@ def stack(images: Sequence[np.ndarray]) -> Tensor:
     return torch.from_numpy(np.stack(images)).permute(0, 3, 1, 2).contiguous()
 
 
-def pad_rows(arrays: Sequence[np.ndarray | None]) -> Tensor:
-    """Return float32 (B, P, D) from arrays (P, D) of unequal length, zeros for None; P is 0 if all are None."""
+def pad_rows(arrays: Sequence[np.ndarray | None], *, as_stored: bool = False) -> Tensor:
+    """Return (B, P, D) from arrays (P, D) of unequal length, zeros for None; P is 0 if all are None.
+
+    In float32, or with `as_stored` in the widest type of the arrays.
+    """
     given = [array for array in arrays if array is not None]
     rows, columns = max(map(len, given), default=0), given[0].shape[1] if given else 0
-    padded = np.zeros((len(arrays), rows, columns), np.float32)
+    dtype = np.result_type(*given) if given and as_stored else np.dtype(np.float32)
+    padded = np.zeros((len(arrays), rows, columns), dtype)
     for row, array in enumerate(arrays):
         if array is not None:
             padded[row, : len(array)] = array

@@ -79,7 +79,8 @@ class RadZero(TextMaps, TokenLayers, LearnedScale):
 
     def embed_pairs(self, batch: Batch) -> Pairs:
         """See the base class."""
-        return Pairs(texts=embed_statements(batch, self.embed_ids), images=self.embed_images(batch.image_BCHW))
+        images = self.embed_features(self.image_features(batch))
+        return Pairs(texts=embed_statements(batch, self.embed_ids), images=images)
 
     def compare_pairs(self, pairs: Pairs) -> Losses:
         """See the base class. A rank compares its own images with the statements of all ranks."""

@@ -63,9 +63,11 @@ class UMRLConfig(BertDualConfig):
 
 @register_system("umrl")
 class UMRL(SentenceMeanEncoder):
-    """EA, Adv and EA+Adv. Both encoders are frozen and in eval mode; they are run anew in every step."""
+    """EA, Adv and EA+Adv. Both encoders are frozen and in eval mode; they are run anew in every step, but for images
+    whose features are stored."""
 
     Config = UMRLConfig
+    reads_features = True
 
     def __init__(self, config: UMRLConfig, *args: Any, **kwargs: Any) -> None:
         super().__init__(config, *args, **kwargs)
@@ -91,7 +93,7 @@ class UMRL(SentenceMeanEncoder):
 
     def embed_pairs(self, batch: Batch) -> Pairs:
         """Return mapped vectors, not normalised, and which pairs are known."""
-        image_BE, text_BE = self.unnormalized_image(batch.image_BCHW), self.map_texts(batch)
+        image_BE, text_BE = self.image_head(self.image_features(batch).pooled_BD).float(), self.map_texts(batch)
         known_B1 = in_share(batch.studies or batch.keys, self.config.paired_share)[:, None].to(image_BE)
         return Pairs(images=Embeddings(image_BE), texts=Embeddings(text_BE), others={"known": Embeddings(known_B1)})
 

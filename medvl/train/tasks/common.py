@@ -78,12 +78,15 @@ def check_tokenizer(model: Any) -> None:
         raise ConfigError("the model has no tokenizer; set data.tokenizer", "missing", field="data.tokenizer")
 
 
-def open_split(data: LoaderConfig, *, one_folder: bool = False) -> "tuple[ShardSource, ShardSource | None]":
+def open_split(
+    data: LoaderConfig, *, one_folder: bool = False, train_regions: str | None = None
+) -> "tuple[ShardSource, ShardSource | None]":
     """Open the shards of training and validation; the second is None without validation.
 
     Args:
         data: the folders.
         one_folder: allow the same shards for both, for a corpus that splits questions instead of images.
+        train_regions: name of regions that the training shards alone have, in place of `data.regions`.
 
     Raises ShardError where a folder is damaged, SplitError where the two share a patient or the images of validation
     are synthetic, ConfigError where they have regions of different detectors.
@@ -92,11 +95,12 @@ def open_split(data: LoaderConfig, *, one_folder: bool = False) -> "tuple[ShardS
     from medvl.data.shards.regions import check_one_detector
     from medvl.data.shards.source import ShardSource
 
-    train = ShardSource(data.train, regions=data.regions)
+    train = ShardSource(data.train, regions=train_regions or data.regions)
     if data.valid is None:
         return train, None
     valid = ShardSource(data.valid, regions=data.regions)
-    check_one_detector([train.region_manifest, valid.region_manifest])
+    if train_regions is None:
+        check_one_detector([train.region_manifest, valid.region_manifest])
     if not (one_folder and train.fingerprint == valid.fingerprint):
         check_against(train.manifest, valid.manifest)
     check_real(valid, "data.valid")

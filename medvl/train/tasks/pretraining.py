@@ -31,6 +31,7 @@ from medvl.train.tasks.common import (
     open_train,
     open_valid,
 )
+from medvl.train.tasks.stored_features import check_can_read_features, check_features
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,6 +58,10 @@ class DataConfig(LoaderConfig):
     """Folder of a tokenizer, as written by `medvl vocab`; None uses the text encoder's own from the hub."""
     image: ConVIRTAugmentation | EvalTransform | RandomCrop
     """Transform of the training images; validation uses the model's own."""
+    image_features: str | None = None
+    """Name of the output of the model's frozen image encoder that `medvl regions --all-tokens` wrote beside the folders
+    of training shards. Training reads it in place of images and runs only what is trained; validation, and the
+    checkpoint in any use, run the image encoder. None reads images."""
     text: (
         RandomSentence
         | WholeText
@@ -86,33 +91,39 @@ def open_data(data: DataConfig, model: Any, micro_batch: int) -> DataLoaders:
     """Open the loaders of a pretraining run for this rank.
 
     Raises ShardError where a folder is damaged, SplitError where training and validation share a patient, ConfigError
-    where the batch does not fit the ranks, the model has no tokenizer, or a file of statements is of other studies.
+    where the batch does not fit the ranks, the model has no tokenizer, a file of statements is of other studies, or
+    stored features are not those of the model's frozen encoder.
     """
     from medvl.data.loading.concat import ConcatSource
     from medvl.data.loading.unpair import UnpairedSource
     from medvl.data.shards.source import ShardSource
 
     check_tokenizer(model)
+    if data.image_features is not None:
+        check_can_read_features(data, model)
     options: dict[str, Any] = {"tokenizer": model.tokenizer, "text": data.text}
     if is_tar_pattern(data.train):
         return _open_tars(data, model, micro_batch, options)
-    train, valid = open_split(data)
+    train, valid = open_split(data, train_regions=data.image_features)
     source: Any = train
     if data.paired_fraction < 1:
         source = UnpairedSource(train, data.paired_fraction, data.seed, data.others)
     if data.extra_train or data.weights:
-        others = [ShardSource(folder, regions=data.regions) for folder in data.extra_train]
+        regions = data.image_features or data.regions
+        others = [ShardSource(folder, regions=regions) for folder in data.extra_train]
         source = ConcatSource([source, *others], data.weights or None)
         if valid is not None:
             check_against(source.manifest, valid.manifest)
     _check_statements(data.text, source)
-    chosen = bind_regions(model, source)
+    is_stored = data.image_features is not None
+    chosen = check_features(model, source) if is_stored else bind_regions(model, source)
     if data.paired_fraction < 1:
         chosen |= {"paired_fraction": data.paired_fraction, "others": data.others}
     if data.weights:
         chosen["weights"] = list(data.weights)
     described = describe(source.manifest, None if valid is None else valid.manifest, **chosen)
-    loader = open_train(data, source, micro_batch, image=data.image, inputs=model.inputs, **options)
+    inputs = dataclasses.replace(model.inputs, regions=True) if is_stored else model.inputs
+    loader = open_train(data, source, micro_batch, image=data.image, inputs=inputs, **options)
     return DataLoaders(loader, *_valid_loaders(data, valid, model, options), described)
 
 
@@ -137,6 +148,7 @@ def _open_tars(data: DataConfig, model: Any, micro_batch: int, options: dict[str
         "weights": data.weights,
         "paired_fraction": data.paired_fraction < 1,
         "regions": data.regions,
+        "image_features": data.image_features,
     }
     for name in (name for name, is_set in unsupported.items() if is_set):
         message = f"data.{name} needs folders of shards; convert the tars with `medvl shards webdataset`"

@@ -14,6 +14,7 @@ from torchvision.ops import roi_align
 
 import medvl
 from medvl.cli import main as cli
+from medvl.data.shards.regions import Regions
 from medvl.data.shards.source import ShardSource
 from medvl.data.transforms.image import EvalTransform
 from medvl.encoders import create_image_encoder
@@ -194,6 +195,39 @@ def test_grid_cells_cover_the_image_and_nothing_else() -> None:
     np.testing.assert_allclose(regions.features_PD, whole[4:12].numpy(), rtol=1e-5, atol=1e-6)
     area = (regions.boxes_P4[:, 2:] - regions.boxes_P4[:, :2]).prod(axis=1)
     np.testing.assert_allclose(area.sum(), 1, rtol=1e-5)
+
+
+def test_all_tokens_of_a_grid_are_the_output_of_its_encoder() -> None:
+    """The class token first, and the cells outside of the image too, which a model computes from it."""
+    settings: Any = {"random_weights": True, "image_size": 128}
+    detector = create_region_detector("grid:resnet_tiny", **settings, all_tokens=True)
+    assert isinstance(detector, GridRegions)
+    prepared = detector.prepare(np.random.default_rng(0).integers(0, 256, (40, 80), dtype=np.uint8))
+    (regions,) = detector([prepared])
+    features = detector.encoder(torch.from_numpy(prepared.pixels_CHW)[None])
+    assert features.patches_BPD is not None
+    np.testing.assert_array_equal(regions.features_PD[:1], features.pooled_BD.numpy())
+    np.testing.assert_array_equal(regions.features_PD[1:], features.patches_BPD[0].numpy())
+    np.testing.assert_array_equal(regions.boxes_P4[0], (0, 0, 1, 1))
+    read = Regions.from_bytes(regions.to_bytes(), detector.width, 0)
+    np.testing.assert_array_equal(read.features_PD, regions.features_PD)
+    hashes = {create_region_detector("grid:resnet_tiny", **settings, **change).sha256 for change in TOKEN_SETTINGS}
+    assert len({*hashes, detector.sha256}) == 3
+
+
+TOKEN_SETTINGS: list[dict[str, Any]] = [{}, {"fit": "pad"}, {"fit": "crop", "all_tokens": True}]
+
+
+def test_settings_of_a_grid_are_refused_elsewhere(own: Detector, tmp_path: Path) -> None:
+    save(own, tmp_path)
+    for name, settings in ((SMALLEST, {"random_weights": True}), (str(tmp_path), {})):
+        with raises(ConfigError, "unsupported", "all_tokens"):
+            create_region_detector(name, all_tokens=True, **settings)
+        with raises(ConfigError, "conflict", "fit"):
+            create_region_detector(name, fit="crop", **settings)
+    wide = create_image_encoder("resnet50", image_size=32, patch_level=-2)
+    with raises(ConfigError, "unsupported", "all_tokens"):
+        GridRegions(wide, EvalTransform(size=32), "wide", all_tokens=True)
 
 
 @pytest.mark.parametrize("fit", ["crop", "pad", "squash"])

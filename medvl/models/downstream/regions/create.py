@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Literal
 
 from medvl.common.seeding import seeded
 from medvl.data.convert.regions import RegionDetector
@@ -9,6 +10,7 @@ from medvl.data.transforms.image import EvalTransform
 from medvl.encoders import create_image_encoder, read_tensors
 from medvl.encoders.pretrained import Pretrained
 from medvl.errors import ConfigError, WeightsError
+from medvl.models.base import System
 from medvl.models.checkpoint import load
 from medvl.models.downstream.classifier import image_encoder_of
 from medvl.models.downstream.detector import Detector
@@ -27,6 +29,8 @@ def create_region_detector(
     random_weights: bool = False,
     selection: RegionSelection | None = None,
     image_size: int | None = None,
+    fit: Literal["crop", "pad", "squash"] | None = None,
+    all_tokens: bool = False,
     class_names: Sequence[str] | None = None,
     device: str = "cpu",
 ) -> RegionDetector:
@@ -40,6 +44,9 @@ def create_region_detector(
         random_weights: use random weights, for tests.
         selection: number of regions of an image; a grid always has all of its cells.
         image_size: side of the input of `grid:ENCODER`; None is the encoder's own.
+        fit: how `grid:ENCODER` makes images square (`EvalTransform`); None pads them. A checkpoint has its own.
+        all_tokens: of a grid, store the encoder's vector and all cells, for training in place of images
+            (`medvl.train.DataConfig.image_features`).
         class_names: names of the classes of a Faster R-CNN, the background first; None: COCO's for 91 classes, else
             numbers.
         device: device of the detector.
@@ -49,12 +56,20 @@ def create_region_detector(
         CheckpointError, WeightsError: the weights cannot be read, or do not fit.
     """
     folder, selection = Path(name), selection or RegionSelection()
+    if fit is not None and not name.startswith(_GRID):
+        raise ConfigError(f"fit is a setting of {_GRID}ENCODER; leave it out", "conflict", field="fit")
     if not name.startswith((_GRID, _TORCHVISION)):
-        return _from_checkpoint(folder, selection, device, has_weights=weights is not None or random_weights)
+        model = _load_checkpoint(folder, device, has_weights=weights is not None or random_weights)
+        if not isinstance(model, Detector):
+            name = f"{_GRID}{model.name}"
+            return GridRegions(image_encoder_of(model), model.transform, name, all_tokens=all_tokens)
+        _refuse_tokens(model.name, all_tokens)
+        return DetectorRegions(model, selection, model.name)
     if (weights is None) != random_weights:
         message = f"{name} needs weights: give a source of them, or ask for random weights in a test; not both"
         raise ConfigError(message, "missing" if weights is None else "conflict", field="weights")
     if name.startswith(_TORCHVISION):
+        _refuse_tokens(name, all_tokens)
         if weights is not None and not Path(weights).is_file():
             raise WeightsError(f"{weights} does not exist: give a local file", "not_found", field="weights")
         tensors = None if weights is None else read_tensors(Path(weights))
@@ -62,10 +77,17 @@ def create_region_detector(
     source: Pretrained = False if weights is None else weights == "published" or weights
     with seeded(0):
         encoder = create_image_encoder(name.removeprefix(_GRID), pretrained=source, image_size=image_size)
-    return GridRegions(encoder.to(device), EvalTransform(size=encoder.image_size[0], fit="pad"), name)
+    transform = EvalTransform(size=encoder.image_size[0], fit=fit or "pad")
+    return GridRegions(encoder.to(device), transform, name, all_tokens=all_tokens)
 
 
-def _from_checkpoint(folder: Path, selection: RegionSelection, device: str, *, has_weights: bool) -> RegionDetector:
+def _refuse_tokens(name: str, all_tokens: bool) -> None:
+    if all_tokens:
+        message = f"{name} has boxes of its own and no grid; leave all_tokens unset"
+        raise ConfigError(message, "unsupported", field="all_tokens")
+
+
+def _load_checkpoint(folder: Path, device: str, *, has_weights: bool) -> System:
     if not folder.is_dir():
         message = (
             f"unknown detector {str(folder)!r}: expected {_TORCHVISION}..., {_GRID}ENCODER, or a checkpoint's folder"
@@ -73,7 +95,4 @@ def _from_checkpoint(folder: Path, selection: RegionSelection, device: str, *, h
         raise ConfigError(message, "unknown_name", field="detector")
     if has_weights:
         raise ConfigError("a checkpoint has weights of its own; leave weights out", "conflict", field="weights")
-    model = load(folder).to(device)
-    if isinstance(model, Detector):
-        return DetectorRegions(model, selection, model.name)
-    return GridRegions(image_encoder_of(model), model.transform, f"{_GRID}{model.name}")
+    return load(folder).to(device)

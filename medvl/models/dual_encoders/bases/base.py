@@ -18,7 +18,7 @@ from medvl.losses.masked.mim import mask_patches
 from medvl.losses.pairs.positives import name_ids, text_ids
 from medvl.models.base import Parts, TowersConfig, TwoTowers, complete_rows
 from medvl.models.dual_encoders.bases.pairs import Pairs
-from medvl.schema import Batch, Embeddings, Losses
+from medvl.schema import Batch, Embeddings, ImageFeatures, Losses
 
 Positives = Literal["own", "study", "text", "either"]
 """Positives of an image among the texts of a batch, and vice versa: its own text only, as published; also those of the
@@ -49,10 +49,13 @@ class DualEncoder(TwoTowers):
 
     Attributes:
         patch_dropout: share of each image's patches that training drops, where the configuration has one.
+        reads_features: whether training batches may have the stored output of the frozen image encoder in place of
+            pixels (`image_features`).
         zero_shot_prompts: prompt set of evaluations that name none (`medvl list prompts`); "statements" for systems
             that are trained on statements or questions, and not on whole reports.
     """
 
+    reads_features: ClassVar[bool] = False
     zero_shot_prompts: ClassVar[str] = "chexpert_ensemble"
     image_encoder: ImageEncoder
 
@@ -101,6 +104,21 @@ class DualEncoder(TwoTowers):
         ids_BT, mask_BT = self.tokenize(texts, mask_BT)
         projected_BE: Tensor = self.text_head(self.text_encoder(ids_BT, mask_BT).pooled_BD)
         return projected_BE.float()
+
+    def image_features(self, batch: Batch) -> ImageFeatures:
+        """Return the output of the image encoder: that of the pixels, or the stored one of a batch without pixels.
+
+        Stored are the pooled vector and the patches, one after another in `Batch.regions_BPD` (`medvl regions
+        --all-tokens`); a batch without any image gets zeros. A system that trains from this alone sets
+        `reads_features`.
+        """
+        if batch.regions_BPD is None:
+            features: ImageFeatures = self.image_encoder(batch.image_BCHW)
+            return features
+        tokens_BKD = batch.regions_BPD.float()
+        if not tokens_BKD.shape[1]:
+            tokens_BKD = tokens_BKD.new_zeros(len(tokens_BKD), 2, self.image_encoder.patch_dim)
+        return ImageFeatures(pooled_BD=tokens_BKD[:, 0], patches_BPD=tokens_BKD[:, 1:], grid=None)
 
     def embed_images(self, image_BCHW: Tensor) -> Embeddings:
         """Return images as `similarity` takes them."""

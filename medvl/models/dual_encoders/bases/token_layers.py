@@ -13,7 +13,7 @@ from medvl.encoders import ImageEncoder, freeze_layers
 from medvl.errors import ConfigError
 from medvl.models.dual_encoders.bases.bert import BertDualConfig, BertDualEncoder
 from medvl.models.dual_encoders.bases.local import local_features
-from medvl.schema import Embeddings
+from medvl.schema import Embeddings, ImageFeatures
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -37,6 +37,8 @@ class TokenLayers(BertDualEncoder):
         layers, norm: the layers (`token_layers`), and the norm behind them.
     """
 
+    reads_features = True
+
     def __init__(self, config: Any, *args: Any, layers: nn.Module, norm: nn.Module, **kwargs: Any) -> None:
         super().__init__(config, *args, **kwargs)
         self.layers, self.norm = layers, norm
@@ -51,20 +53,24 @@ class TokenLayers(BertDualEncoder):
 
     def unnormalized_image(self, image_BCHW: Tensor) -> Tensor:
         """See the base class: the class token behind the trained layers."""
-        return self._tokens(image_BCHW)[:, 0]
+        return self._tokens(self.image_encoder(image_BCHW))[:, 0]
 
     def embed_images(self, image_BCHW: Tensor) -> Embeddings:
         """Return images as `similarity` takes them; `local_NPE` has the class token (or mean) and the patches."""
-        tokens_BKD = F.normalize(self._tokens(image_BCHW), dim=2)
+        return self.embed_features(self.image_encoder(image_BCHW))
+
+    def embed_features(self, features: ImageFeatures) -> Embeddings:
+        """Return images as `embed_images` does, from the output of the image encoder."""
+        tokens_BKD = F.normalize(self._tokens(features), dim=2)
         return Embeddings(tokens_BKD[:, 0], tokens_BKD)
 
     def embed_regions(self, image_BCHW: Tensor) -> Tensor:
         """Return (B, P, E): the patches, in the space of texts."""
         return local_features(self.embed_images(image_BCHW))[0][:, 1:]
 
-    def _tokens(self, image_BCHW: Tensor) -> Tensor:
+    def _tokens(self, features: ImageFeatures) -> Tensor:
         """Return (B, 1 + P, D) float32, not normalised."""
-        features = self.image_encoder(image_BCHW)
+        assert features.patches_BPD is not None, "token_layers requires patches"
         tokens_BKD = torch.cat([features.pooled_BD[:, None], features.patches_BPD], dim=1)
         normed_BKD: Tensor = self.norm(self.layers(tokens_BKD))
         return normed_BKD.float()
