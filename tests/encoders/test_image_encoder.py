@@ -137,6 +137,14 @@ def test_every_library_supports_patch_level_minus_two(name: str, arguments: dict
     torch.testing.assert_close(features.pooled_BD, deeper.pooled_BD, rtol=1e-4, atol=1e-5)
 
 
+def test_modules_with_several_names_keep_their_weights() -> None:
+    """CoaT's parallel blocks share the position encodings of its serial ones."""
+    sizes = {"embed_dims": (16, 16, 16, 16), "serial_depths": (1, 1, 1, 1), "parallel_depth": 1}
+    encoder = make_encoder("timm:coat_tiny", **sizes)
+    assert not any(parameter.is_meta for parameter in encoder.parameters())
+    assert encoder(image(1, side=224)).pooled_BD.isfinite().all()
+
+
 def test_cnn_accepts_any_size() -> None:
     encoder = make_encoder("resnet18", **TINY_RESNET)
     for height, width in ((64, 64), (65, 97), (224, 160)):
