@@ -152,6 +152,21 @@ def test_cnn_accepts_any_size() -> None:
         assert features.grid == encoder.grid(height, width) == (-(-height // 32), -(-width // 32))
 
 
+@pytest.mark.parametrize("name", ["torchvision:vgg11", "torchvision:alexnet"])
+def test_images_below_the_least_side_of_a_cnn_are_refused(name: str) -> None:
+    """A pooling would leave nothing of them. The least side is in the message."""
+    encoder = make_encoder(name)
+    least = 32 if name.endswith("vgg11") else 63
+    with raises(ConfigError, "out_of_range", "image_size", names=f"image_size of {least} or more"):
+        make_encoder(name, image_size=16)
+    for height, width in ((least - 1, least - 1), (64, 16), (16, 224)):
+        with raises(ConfigError, "out_of_range", "image_size"):
+            encoder(torch.zeros(1, 3, height, width, dtype=torch.uint8))
+    with raises(ConfigError, "out_of_range", "image_size"):
+        encoder.grid(16, 16)
+    assert encoder(torch.zeros(1, 3, least, least, dtype=torch.uint8)).grid == (1, 1)
+
+
 def test_transformer_with_dynamic_size_accepts_any_size() -> None:
     encoder = make_encoder("vit_b16", dynamic_img_size=True, **TINY_VIT)
     for height, width in ((64, 64), (96, 160)):
