@@ -15,7 +15,7 @@ from medvl.losses.pairs.mutual_information import SeparableCritic, dv_bound, inf
 from medvl.losses.pairs.prototypes import prototype_swap, sinkhorn
 from medvl.losses.pairs.reverse_gradient import modality_confusion, reverse_gradient
 from medvl.losses.pairs.soft_targets import label_similarity, multi_positive, soft_targets
-from medvl.losses.supervised.classification import multilabel_bce
+from medvl.losses.supervised.classification import known_labels, multilabel_bce
 from medvl.losses.supervised.dense import bce_dice, contrastive_mask, detection, lvit
 from medvl.losses.supervised.vqa import answer_words, vqa_bce
 
@@ -37,6 +37,7 @@ __all__ = [
     "information_bound",
     "itc",
     "itm",
+    "known_labels",
     "label_similarity",
     "local_alignment",
     "local_uniformity",

@@ -69,13 +69,14 @@ def gaussian_kl(mean_BCHW: Tensor, logvar_BCHW: Tensor, pixels: int) -> Tensor:
 
     Args:
         mean_BCHW, logvar_BCHW: mean and log variance of the latents.
-        pixels: number of pixels of an image.
+        pixels: number of pixels of an image; the divergence is 0 with a zero gradient where it is 0.
     """
     _check_shapes(mean_BCHW, logvar_BCHW)
     with full_precision(mean_BCHW):
         mean, logvar = mean_BCHW.float(), logvar_BCHW.float()
         kl_BCHW = 0.5 * (mean.square() + logvar.exp() - 1.0 - logvar)
-        return mean_or_zero(kl_BCHW.flatten(1).sum(dim=1)) / pixels
+        total = mean_or_zero(kl_BCHW.flatten(1).sum(dim=1))
+        return total / pixels if pixels else 0.0 * total
 
 
 def reconstruction(predicted_BCHW: Tensor, image_BCHW: Tensor) -> tuple[Tensor, Tensor]:

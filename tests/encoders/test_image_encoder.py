@@ -137,11 +137,34 @@ def test_every_library_supports_patch_level_minus_two(name: str, arguments: dict
     torch.testing.assert_close(features.pooled_BD, deeper.pooled_BD, rtol=1e-4, atol=1e-5)
 
 
+def test_modules_with_several_names_keep_their_weights() -> None:
+    """CoaT's parallel blocks share the position encodings of its serial ones."""
+    sizes = {"embed_dims": (16, 16, 16, 16), "serial_depths": (1, 1, 1, 1), "parallel_depth": 1}
+    encoder = make_encoder("timm:coat_tiny", **sizes)
+    assert not any(parameter.is_meta for parameter in encoder.parameters())
+    assert encoder(image(1, side=224)).pooled_BD.isfinite().all()
+
+
 def test_cnn_accepts_any_size() -> None:
     encoder = make_encoder("resnet18", **TINY_RESNET)
     for height, width in ((64, 64), (65, 97), (224, 160)):
         features = encoder(torch.randn(1, 3, height, width))
         assert features.grid == encoder.grid(height, width) == (-(-height // 32), -(-width // 32))
+
+
+@pytest.mark.parametrize("name", ["torchvision:vgg11", "torchvision:alexnet"])
+def test_images_below_the_least_side_of_a_cnn_are_refused(name: str) -> None:
+    """A pooling would leave nothing of them. The least side is in the message."""
+    encoder = make_encoder(name)
+    least = 32 if name.endswith("vgg11") else 63
+    with raises(ConfigError, "out_of_range", "image_size", names=f"image_size of {least} or more"):
+        make_encoder(name, image_size=16)
+    for height, width in ((least - 1, least - 1), (64, 16), (16, 224)):
+        with raises(ConfigError, "out_of_range", "image_size"):
+            encoder(torch.zeros(1, 3, height, width, dtype=torch.uint8))
+    with raises(ConfigError, "out_of_range", "image_size"):
+        encoder.grid(16, 16)
+    assert encoder(torch.zeros(1, 3, least, least, dtype=torch.uint8)).grid == (1, 1)
 
 
 def test_transformer_with_dynamic_size_accepts_any_size() -> None:

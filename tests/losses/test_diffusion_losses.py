@@ -56,6 +56,13 @@ def test_losses_of_an_empty_batch_are_zero() -> None:
         check_zero_with_gradient(lambda a, b, part=part: losses.reconstruction(a, b)[part], empty, empty)
 
 
+@pytest.mark.parametrize("shape", [(2, 3, 0, 4), (2, 3, 4, 5), (0, 3, 4, 5)])
+def test_kl_of_images_without_pixels_is_zero(shape: tuple[int, ...]) -> None:
+    check_zero_with_gradient(
+        lambda mean, logvar: losses.gaussian_kl(mean, logvar, 0), torch.ones(shape), torch.ones(shape)
+    )
+
+
 def test_an_image_of_one_pixel_has_no_edges() -> None:
     pixel = torch.ones(2, 1, 1, 1)
     check_zero_with_gradient(losses.edge_l1, pixel, 2 * pixel)

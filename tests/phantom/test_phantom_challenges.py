@@ -51,7 +51,9 @@ def test_rsna_converter_reads_all_boxes(pneumonia: Path, deid: Deidentifier) -> 
 
 
 def test_rsna_images_are_square_with_8_bits(pneumonia: Path) -> None:
-    for path in (pneumonia / "stage_2_train_images").glob("*.dcm"):
+    paths = list((pneumonia / "stage_2_train_images").glob("*.dcm"))
+    assert paths
+    for path in paths:
         dataset = pydicom.dcmread(path)
         assert (dataset.Rows, dataset.Columns, dataset.BitsStored) == (SIZE, SIZE, 8)
         assert dataset.PatientID == path.stem

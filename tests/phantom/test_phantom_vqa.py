@@ -93,7 +93,9 @@ def test_answers_agree_with_the_ground_truth():
 
 
 def test_questions_of_a_patient_are_reproducible():
-    assert vqa_images(World(9).patient(3)) == vqa_images(World(9).patient(3))
+    images = vqa_images(World(9).patient(3))
+    assert sum(len(image.questions) for image in images) > 0
+    assert images == vqa_images(World(9).patient(3))
 
 
 def test_masses_are_drawn_on_their_side():

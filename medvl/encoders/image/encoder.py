@@ -6,6 +6,7 @@
 Shape letters are those of `medvl.schema`; K is the number of patches that are kept.
 """
 
+import bisect
 import contextlib
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,6 +24,8 @@ from medvl.schema import ImageFeatures
 _LUMINANCE = (0.299, 0.587, 0.114)  # ITU-R BT.601, as in JPEG and in imaging libraries
 _RANGE_FACTOR = 8
 """Floats this many times beyond the range of normalised pixels are not normalised."""
+_SMALL = 128
+"""Least side of images that are encoded without a check whether a CNN's strides leave something of them."""
 Pool = Literal["cls", "avg"]
 
 
@@ -95,10 +98,9 @@ class ImageEncoder(Encoder):
             has_stem = any(True for _ in self.backbone.parameters())
             if self.in_channels == 1 and has_stem:  # last, because resizing may run the model on an RGB image
                 _grey_stem(self.backbone)
-            self.feature_dim, self.patch_dim = self._measure(self.image_size)[:2]
         except (AssertionError, RuntimeError, ValueError) as error:
-            message = f"{self.name} cannot encode images of {self.image_size} pixels: {error}"
-            raise ConfigError(message, "out_of_range", field="image_size") from error
+            raise self._unfit_size(self.image_size, error) from error
+        self.feature_dim, self.patch_dim = self._checked_measure(self.image_size)[:2]
 
     def forward(
         self,
@@ -229,6 +231,33 @@ class ImageEncoder(Encoder):
         if not fits:
             message = f"{self.name} expects images {expected}, got {size}: resize them, or {advice}"
             raise ConfigError(message, "mismatch", field="image_size")
+        if min(size) < min(_SMALL, *self.image_size) and not _is_traced(image_BCHW):
+            self._checked_measure(size)
+
+    def _checked_measure(self, size: Size) -> "_Measured":
+        """Return the widths and the grid for an image size. Raises ConfigError for one that cannot be encoded."""
+        try:
+            return self._measure(size)
+        except (AssertionError, RuntimeError, ValueError) as error:
+            raise self._unfit_size(size, error) from error
+
+    def _unfit_size(self, size: Size, error: Exception) -> ConfigError:
+        """Return the error for a size that the backbone cannot encode, with the least side of a CNN's images."""
+        message = f"{self.name} cannot encode images of {size} pixels: {error}"
+        is_cnn = not self._adapter.fixed_size and self._adapter.patch_size == (1, 1)
+        if is_cnn and (least := self._least_side(min(size))) < _SMALL:
+            message += f"; use an image_size of {least} or more"
+        return ConfigError(message, "out_of_range", field="image_size")
+
+    def _least_side(self, too_small: int) -> int:
+        """Return the least side above `too_small` of square images that can be encoded; at least `_SMALL` for none."""
+
+        def is_enough(side: int) -> bool:
+            with contextlib.suppress(AssertionError, RuntimeError, ValueError):
+                return bool(self._measure((side, side)))
+            return False
+
+        return bisect.bisect_left(range(_SMALL), True, lo=too_small + 1, key=is_enough)
 
     def _check_range(self, image_BCHW: Tensor) -> None:
         """Raise ConfigError if floats are pixels in 0..1 or 0..255. Only one batch: reading the range waits for a GPU.
@@ -236,7 +265,7 @@ class ImageEncoder(Encoder):
         Normalised images have negative values, unless this encoder's `mean` is 0, and none far beyond white. Constant
         images are accepted, for models that are called once with a blank image.
         """
-        if image_BCHW.is_meta or torch.compiler.is_compiling() or torch.jit.is_tracing():
+        if _is_traced(image_BCHW):
             return
         low, high = (float(value) for value in torch.aminmax(image_BCHW.detach()))
         black = min(-mean / std for mean, std in zip(self.mean, self.std, strict=True))
@@ -264,7 +293,7 @@ class ImageEncoder(Encoder):
 
     def grid(self, height: int, width: int) -> Size:
         """Return the patch grid (h, w) of an image of this size."""
-        return self._measure((height, width)).grid
+        return self._checked_measure((height, width)).grid
 
     @contextlib.contextmanager
     def _selecting(self, **attributes: Any) -> Iterator[Any]:
@@ -311,16 +340,30 @@ class ImageEncoder(Encoder):
                 for norm in self.modules()
                 if isinstance(norm, _BatchNorm)
             ]
-            state = [*self.named_parameters(), *self.named_buffers()]
-            meta = {name: torch.empty_like(tensor, device="meta") for name, tensor in state}
             image_BCHW = torch.empty(2, self.in_channels, *size, device="meta")
-            with torch.no_grad():
-                features = torch.func.functional_call(self, meta, (image_BCHW,))
-            for hook in hooks:
-                hook.remove()
+            try:
+                with torch.no_grad():
+                    features = torch.func.functional_call(self, self._meta_state(), (image_BCHW,), tie_weights=False)
+            finally:
+                for hook in hooks:
+                    hook.remove()
             width, patches = features.pooled_BD.shape[1], features.patches_BPD
             self._measured[size] = _Measured(width, patches.shape[2], features.grid, 2 in values)
         return self._measured[size]
+
+    def _meta_state(self) -> dict[str, Tensor]:
+        """Return all parameters and buffers on the meta device, those of a module with several names under one.
+
+        `functional_call` would replace such a module's tensors twice, and leave the first replacement in it.
+        """
+        return {
+            name: torch.empty_like(tensor, device="meta")
+            for prefix, module in self.named_modules()
+            for name, tensor in (
+                *module.named_parameters(prefix, recurse=False),
+                *module.named_buffers(prefix, recurse=False),
+            )
+        }
 
 
 class _Measured(NamedTuple):
@@ -329,6 +372,11 @@ class _Measured(NamedTuple):
     grid: Size
     single_values: bool
     """A batch norm reads one value per channel of an image."""
+
+
+def _is_traced(image_BCHW: Tensor) -> bool:
+    """Return whether a forward pass computes no values: it measures, compiles or traces the model."""
+    return image_BCHW.is_meta or torch.compiler.is_compiling() or torch.jit.is_tracing()
 
 
 def _out_of_range(field: str, expected: str, value: object) -> ConfigError:

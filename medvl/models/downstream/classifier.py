@@ -65,7 +65,7 @@ class LabelModel(System):
 
 @register_system("classifier")
 class Classifier(LabelModel):
-    """Logits of labels from the encoder's pooled vector. Labels that are NaN are ignored by the loss.
+    """Logits of labels from the encoder's pooled vector. The loss ignores labels of -1 or NaN.
 
     With `config.frozen_encoder` the encoder is not trained and stays in eval mode: batch-norm statistics are fixed and
     dropout is off.
@@ -112,13 +112,14 @@ class Classifier(LabelModel):
         return cls(config, image_encoder, transform)
 
     def forward(self, batch: Batch) -> Losses:
-        """Return the loss; `batch.labels_BL` has the columns of `config.labels`: 1, 0 or NaN."""
+        """Return the loss; `batch.labels_BL` has the columns of `config.labels`: 1, 0, or -1 or NaN
+        (ignored)."""
         logits_BL = self.label_logits(batch.image_BCHW)
         return Losses.sum(labels=losses.multilabel_bce(logits_BL, batch.labels_BL, mean_count(batch)))
 
     def loss_counts(self, batch: Batch) -> Tensor:
         """Return (1,) float32: how many known labels the loss of a batch is a sum over."""
-        return (~batch.labels_BL.isnan()).sum().float()[None]
+        return losses.known_labels(batch.labels_BL).sum().float()[None]
 
     def label_logits(self, image_BCHW: Tensor) -> Tensor:
         """(B, L), in the order of `config.labels`."""

@@ -102,7 +102,8 @@ class FusedClassifier(FusionTask, LabelModel):
         return cls(config, fusion_model)
 
     def forward(self, batch: Batch) -> Losses:
-        """Return the loss; `batch.labels_BL` has the columns of `config.labels`: 1, 0 or NaN (ignored).
+        """Return the loss; `batch.labels_BL` has the columns of `config.labels`: 1, 0, or -1 or NaN
+        (ignored).
 
         Multi-label: binary cross-entropy, averaged over the known labels, times their number as in VQA (Li et al.).
         Single-label: cross-entropy over the samples with exactly one positive label.
@@ -119,7 +120,7 @@ class FusedClassifier(FusionTask, LabelModel):
 
     def loss_counts(self, batch: Batch) -> Tensor:
         """Return (1,) float32: how many known labels, or samples with one label, the loss of a batch is a sum over."""
-        known = ~batch.labels_BL.isnan()
+        known = losses.known_labels(batch.labels_BL)
         if self.config.target != "multi_label":
             known = (batch.labels_BL == 1).sum(dim=1) == 1
         return known.sum().float()[None]

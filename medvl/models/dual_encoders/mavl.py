@@ -65,7 +65,7 @@ class MAVL(MedKLIP):
     """
 
     Config = MAVLConfig
-    weights_version = 2  # the projection of the grid had the width of the decoder
+    weights_version = 3  # version 1: another width of the grid's projection; 2: another sentence of a place
     linear_heads = ()
 
     def __init__(self, config: MAVLConfig, *args: Any, pool: nn.Module, **kwargs: Any) -> None:

@@ -49,6 +49,7 @@ class MedKLIP(QueryEncoder):
     """Cross-entropy of each mentioned entity's presence, and of the place of each present one (section 3)."""
 
     Config = MedKLIPConfig
+    weights_version = 2  # the sentence of the place "both sides" was another one
     linear_heads: ClassVar[tuple[str, ...]] = ("image_head", "place")
     """Heads with the decoder's initial weights; MAVL has convolutions in their place, with those of torch."""
 
@@ -60,7 +61,7 @@ class MedKLIP(QueryEncoder):
     @classmethod
     def make_heads(cls, config: Any, image_encoder: ImageEncoder, text_encoder: TextEncoder) -> dict[str, Any]:
         """See the base class. `place` maps the states of an entity's queries to the text encoder's space."""
-        sentences = [f"It is located at the {name}." for name in PLACES]
+        sentences = [f"It is located {'on' if name == 'both sides' else 'at the'} {name}." for name in PLACES]
         heads = {
             **super().make_heads(config, image_encoder, text_encoder),
             "places": QueryBook(sentences, text_encoder.feature_dim),

@@ -51,7 +51,9 @@ def test_mimic_samples_match_tables_and_reports(mimic_root: Path, deid: Deidenti
 
 
 def test_mimic_samples_contain_no_raw_ids(mimic_root: Path, deid: Deidentifier) -> None:
-    for sample in mimic_cxr.plan(mimic_root, deid).iter_samples():
+    samples = list(mimic_cxr.plan(mimic_root, deid).iter_samples())
+    assert len(samples) == len(IMAGES)
+    for sample in samples:
         stored = sample_to_json(sample).decode()
         for subject, study, dicom_id, _, _ in IMAGES:
             assert subject not in stored

@@ -125,7 +125,9 @@ def test_verify_finds_an_image_that_the_index_does_not_mention(tmp_path: Path) -
 @pytest.mark.parametrize("color", [False, True])
 def test_batches_have_placeholders_and_say_so(source: ShardSource, color: bool) -> None:
     inputs = Inputs(second_image=True, second_text=True, labels=True)
-    for batch in open_it(source, color=color, inputs=inputs):
+    batches = list(open_it(source, color=color, inputs=inputs))
+    assert batches
+    for batch in batches:
         assert batch.has_image_B is not None
         assert batch.image_BCHW.shape == (4, 3 if color else 1, 32, 32)
         assert torch.equal(batch.has_image_B, batch.labels_BL[:, 0] == 0)

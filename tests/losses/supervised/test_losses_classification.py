@@ -26,6 +26,13 @@ def logits() -> Tensor:
     return torch.randn(4, 3, generator=torch.Generator().manual_seed(0))
 
 
+def loss_and_gradient(target_BL: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the loss and its gradient."""
+    leaf_BL = logits().requires_grad_()
+    loss = losses.multilabel_bce(leaf_BL, target_BL)
+    return loss.detach(), torch.autograd.grad(loss, leaf_BL)[0]
+
+
 def test_multilabel_bce_equals_the_formula() -> None:
     compare(lambda x: losses.multilabel_bce(x, TARGET_BL), lambda x: naive(x, TARGET_BL), [logits()])
 
@@ -39,6 +46,15 @@ def test_unknown_labels_are_ignored_whatever_their_logit() -> None:
     wild = torch.where(TARGET_BL.isnan(), torch.tensor(torch.inf), logits()).requires_grad_()
     loss = losses.multilabel_bce(wild, TARGET_BL)
     torch.testing.assert_close(loss, losses.multilabel_bce(logits(), TARGET_BL))
+
+
+def test_uncertain_labels_are_ignored_like_unknown_ones() -> None:
+    uncertain_BL = torch.where(TARGET_BL.isnan(), torch.tensor(-1.0), TARGET_BL)
+    expected, found = (loss_and_gradient(target_BL) for target_BL in (TARGET_BL, uncertain_BL))
+    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(losses.multilabel_bce(logits(), uncertain_BL.long()), expected[0])
+    assert losses.known_labels(uncertain_BL).sum() == (~TARGET_BL.isnan()).sum()
+    check_zero_with_gradient(lambda x: losses.multilabel_bce(x, torch.full((4, 3), -1.0)), logits())
 
 
 def test_multilabel_bce_computes_in_float32() -> None:

@@ -65,6 +65,19 @@ def test_loss_starts_at_ln_2_and_decreases() -> None:
     assert loss.item() < 0.6
 
 
+def test_uncertain_labels_are_not_learned() -> None:
+    """Labels that no policy settled, as a loader of one's own may give them."""
+    model, batch = classifier(), batch_of()
+    nothing = torch.nan
+    uncertain = dataclasses.replace(
+        batch, labels_BL=torch.tensor([[1.0, -1.0], [-1.0, nothing], [1.0, 1.0], [0.0, 0.0]])
+    )
+    unknown = dataclasses.replace(batch, labels_BL=uncertain.labels_BL.masked_fill(uncertain.labels_BL == -1, nothing))
+    torch.nn.init.normal_(model.label_head.weight)
+    torch.testing.assert_close(model.eval()(uncertain).total, model(unknown).total)
+    assert model.loss_counts(uncertain).tolist() == [5]
+
+
 def test_frozen_encoder_and_its_statistics_do_not_change() -> None:
     model = classifier(frozen=True).train()
     before = {name: tensor.clone() for name, tensor in model.image_encoder.state_dict().items()}

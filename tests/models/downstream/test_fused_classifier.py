@@ -105,6 +105,9 @@ def test_multi_label_loss_is_bce_over_known_labels_times_their_number() -> None:
     ):
         torch.testing.assert_close(found, expected)
     torch.testing.assert_close(model.probabilities(batch), logits_BL.double().sigmoid())
+    uncertain = dataclasses.replace(batch, labels_BL=batch.labels_BL.nan_to_num(-1))
+    torch.testing.assert_close(model(uncertain).total, loss)
+    assert model.loss_counts(uncertain) == model.loss_counts(batch) == known_BL.sum()
 
 
 def test_single_label_loss_ignores_samples_without_exactly_one_label() -> None:

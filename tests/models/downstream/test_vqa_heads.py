@@ -77,10 +77,12 @@ def test_trainable_parameters_get_gradients_and_the_rest_is_frozen(name: str, he
 def test_classifiers_are_initialised_as_published(name: str, head: Head, tokenizer: Tokenizer) -> None:
     """M3AE and MedViLL draw new weights from N(0, 0.02)."""
     answers = tuple(f"answer {number}" for number in range(200))
-    for layer in vqa_model(name, head, tokenizer, answers).answer_head.modules():
-        if isinstance(layer, torch.nn.Linear):
-            assert layer.weight.std().item() == pytest.approx(0.02, rel=0.05)
-            assert not layer.bias.any()
+    modules = vqa_model(name, head, tokenizer, answers).answer_head.modules()
+    layers = [layer for layer in modules if isinstance(layer, torch.nn.Linear)]
+    assert layers
+    for layer in layers:
+        assert layer.weight.std().item() == pytest.approx(0.02, rel=0.05)
+        assert not layer.bias.any()
 
 
 @pytest.mark.parametrize(("name", "head"), PAIRS)

@@ -57,19 +57,22 @@ def test_grid_is_projected_through_a_layer_of_its_own_width() -> None:
     assert [tuple(layer.weight.shape) for layer in model.image_head] == [(1024, 1024), (1,), (256, 1024)]
 
 
-def test_checkpoints_with_the_earlier_projection_are_refused_as_older(tmp_path: Path) -> None:
-    """They have no version, and neither load, nor start or resume a training; their encoders start other systems."""
+@pytest.mark.parametrize("version", [None, 2])
+def test_checkpoints_of_earlier_versions_are_refused(version: int | None, tmp_path: Path) -> None:
+    """They neither load, nor start or resume a training; their encoders start other systems. The first had no version."""
     model = create()
     medvl.models.save(model, tmp_path)
     described = json.loads((tmp_path / "config.json").read_text())
-    assert described["model"].pop("version") == 2
+    assert described["model"].pop("version") == 3
+    if version is not None:
+        described["model"]["version"] = version
     (tmp_path / "config.json").write_text(json.dumps(described))
     for load in (
         medvl.load,
         functools.partial(checkpoint.warm_start, model),
         functools.partial(checkpoint.load_weights, model),
     ):
-        with raises(CheckpointError, "version", names="expected version 2"):
+        with raises(CheckpointError, "version", names="expected version 3"):
             load(tmp_path)
     checkpoint.load_towers(model, tmp_path)
 

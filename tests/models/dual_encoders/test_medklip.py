@@ -1,6 +1,7 @@
 """MedKLIP and the base of entity queries: losses against the formulas, the book, queries of unseen texts."""
 
 import dataclasses
+import json
 from pathlib import Path
 from typing import Any
 
@@ -98,6 +99,22 @@ def test_losses_under_autocast_are_close() -> None:
         terms = model(batch).terms
     assert actual.total.isfinite()
     torch.testing.assert_close(dict(terms), dict(expected), rtol=0.05, atol=0.05)
+
+
+def test_sentences_of_places_are_english() -> None:
+    sentences = medklip().places.sentences
+    assert sentences[PLACES.index("both sides")] == "It is located on both sides."
+    assert sentences[PLACES.index("left lower lung")] == "It is located at the left lower lung."
+
+
+def test_checkpoints_with_other_sentences_of_places_are_refused(tmp_path: Path) -> None:
+    medvl.models.save(medklip(), tmp_path)
+    described = json.loads((tmp_path / "config.json").read_text())
+    assert described["model"]["version"] == 2
+    described["model"]["version"] = 1
+    (tmp_path / "config.json").write_text(json.dumps(described))
+    with raises(CheckpointError, "version"):
+        medvl.load(tmp_path)
 
 
 def test_the_true_place_is_compared_with_seven_others() -> None:

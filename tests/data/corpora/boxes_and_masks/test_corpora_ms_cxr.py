@@ -67,7 +67,9 @@ def test_ms_cxr_rows_form_samples_by_image_and_phrases_by_text(tmp_path: Path, d
 def test_ms_cxr_ids_equal_those_of_mimic_cxr(mimic_root: Path, tmp_path: Path, deid: Deidentifier) -> None:
     """Both images are in the fixture of MIMIC-CXR, with the same keys and patients."""
     mimic = {record.sample.key: record.sample for record in mimic_cxr.plan(mimic_root, deid).records}
-    for record in ms_cxr.plan(write(tmp_path / "ms"), deid, images=mimic_root).records:
+    records = list(ms_cxr.plan(write(tmp_path / "ms"), deid, images=mimic_root).records)
+    assert len(records) == 2
+    for record in records:
         same = mimic[record.sample.key]
         assert (same.patient, same.study, same.image) == (
             record.sample.patient, record.sample.study, record.sample.image
