@@ -29,6 +29,14 @@ class ViewsOptions(PhantomOptions):
     """hospital whose devices took the images, 1, 2, ...; patients and reports are the same. 0: no shift"""
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class QataOptions(PhantomOptions):
+    """Size and seed of the stand-in of QaTa-COV19."""
+
+    look_alikes: int = 0
+    """most opacities of an image that look like infected areas and are neither in the mask nor in the text"""
+
+
 def _command(
     layout: str,
     summary: str,
@@ -130,6 +138,7 @@ COMMANDS: dict[str, Callable[..., str]] = {
         "qata",
         "QaTa-COV19 in LViT's layout: images, masks, and texts that name their places",
         _shards("qata"),
+        kind=QataOptions,
         size=224,
         seed=46,
     ),

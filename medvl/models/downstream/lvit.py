@@ -3,7 +3,6 @@
 import dataclasses
 from typing import Any, Literal, Self, get_args
 
-import torch
 from torch import Tensor
 
 from medvl import losses
@@ -48,8 +47,7 @@ class LViTConfig(SystemConfig):
     width: int = 64
     """Channels of the first level, a multiple of 8."""
     unlabelled: int = 0
-    """Number of unlabelled training images (`DenseDataConfig.unlabelled_images`). Their pseudo labels take two bytes a
-    pixel and label, in a checkpoint too."""
+    """Number of unlabelled training images (`DenseDataConfig.unlabelled_images`)."""
     labelled_steps: int = 0
     """Steps on labelled images alone, before the first pseudo labels."""
     beta: float = 0.99
@@ -83,8 +81,7 @@ class LViT(MaskModel):
     authors used. Differences from the released code: modules that it creates and never calls are left out (10,025,312
     of its 39,933,345 parameters), and the 1 x 1 convolutions before a skip connection run on tokens instead of pixels,
     with equal results. Masks are 1 where they cover at least half of a pixel. The released code has no training on
-    unlabelled images; see `lvit_unlabelled` for how the paper's is filled in. The LV loss uses the prediction itself,
-    because a pseudo label passes on only a hundredth of its gradient.
+    unlabelled images; see `lvit_unlabelled` for how the paper's is filled in.
     """
 
     Config = LViTConfig
@@ -100,9 +97,8 @@ class LViT(MaskModel):
         is_lvit = config.network == "lvit"
         self.network = LViTNetwork(3, labels, config.width, size, text) if is_lvit else UNet(3, labels, config.width)
         self.pseudo_labels = PseudoLabels(config.unlabelled, labels, size, config.beta) if config.unlabelled else None
-        self.references: References | None = None
-        if config.unlabelled and text_encoder is not None and config.lv_weight:
-            self.references = References(config.references, text_encoder.token_dim, labels, size)
+        compares = bool(config.unlabelled and config.lv_weight)
+        self.references = References(config.references, text[1], labels, size) if text and compares else None
         self._step = 0
 
     @classmethod
@@ -131,26 +127,22 @@ class LViT(MaskModel):
         prob_BLHW, mask_BLHW = logits_BLHW.float().sigmoid(), (batch.masks_BLhw > 127).float()
         if self.pseudo_labels is None or batch.unlabelled_B is None or not self.training:
             return Losses.sum(lvit=losses.lvit(prob_BLHW, mask_BLHW))
-        unlabelled_B = batch.unlabelled_B >= 0
-        used_B = ~unlabelled_B
-        if self._step >= self.config.labelled_steps:
-            pseudo_BLHW = self.pseudo_labels.update(prob_BLHW, batch.unlabelled_B, batch.turn_B22)
-            mask_BLHW = torch.where(unlabelled_B[:, None, None, None], (pseudo_BLHW >= 0.5).float(), mask_BLHW)
-            used_B = torch.ones_like(unlabelled_B)
+        labelled_B, started = batch.unlabelled_B < 0, self._step >= self.config.labelled_steps
+        used_B = labelled_B | started
+        if started:
+            mask_BLHW = self.pseudo_labels.fill(mask_BLHW, prob_BLHW, batch.unlabelled_B, batch.turn_B22)
         supervised = losses.lvit(prob_BLHW, mask_BLHW, used_B)
         if self.references is None or text_BD is None:
             return Losses.sum(lvit=supervised)
-        has_text_B = torch.ones_like(unlabelled_B) if batch.has_text_B is None else batch.has_text_B
-        lv = self.references.loss(prob_BLHW, text_BD, unlabelled_B & used_B & has_text_B)
-        self.references.enter(text_BD, mask_BLHW, ~unlabelled_B & has_text_B)
+        has_text_B = True if batch.has_text_B is None else batch.has_text_B
+        lv = self.references.loss(prob_BLHW, text_BD, ~labelled_B & used_B & has_text_B)
+        self.references.enter(text_BD, mask_BLHW, labelled_B & has_text_B)
         return Losses.weighted(lvit=(supervised, 1.0), lv=(lv, self.config.lv_weight))
 
     def _predict(self, batch: Batch) -> tuple[Tensor, Tensor | None]:
         """Return logits (B, L, H, W), and the mean token of each text (B, D) if the network reads text."""
         image_BCHW = batch.image_BCHW.float().expand(-1, 3, -1, -1) / 255
-        if self.text_encoder is None:
+        if self.text_encoder is None or self.tokenizer is None:
             return self.network(image_BCHW), None
-        assert self.tokenizer is not None
-        with torch.set_grad_enabled(torch.is_grad_enabled() and not self.config.frozen_text):
-            words_BWD, text_BD = encode_words(self.text_encoder, self.tokenizer, batch, self.config.words)
+        words_BWD, text_BD = encode_words(self.text_encoder, self.tokenizer, batch, self.config.words)
         return self.network(image_BCHW, words_BWD), text_BD

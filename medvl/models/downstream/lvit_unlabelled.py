@@ -16,7 +16,8 @@ from medvl.losses.precision import full_precision
 class PseudoLabels(nn.Module):
     """A probability map for each unlabelled image, in the frame of the image before it is turned.
 
-    P_t = beta P_(t-1) + (1 - beta) P, where P is the model's prediction; the first prediction is taken as it is.
+    P_t = beta P_(t-1) + (1 - beta) P, where P is the model's prediction; the first prediction is taken as it is. A map
+    takes two bytes a pixel and label, in a checkpoint too.
 
     Args:
         images: number of unlabelled images.
@@ -61,11 +62,17 @@ class PseudoLabels(nn.Module):
         self.known_M[number_N] = True
         return turned(self.map_MLHW[number_B].float(), turn_B22)
 
+    def fill(self, mask_BLHW: Tensor, prob_BLHW: Tensor, number_B: Tensor, turn_B22: Tensor | None) -> Tensor:
+        """Update the pseudo labels; return masks in which they are those of unlabelled images, 1 from 0.5 on."""
+        pseudo_BLHW = self.update(prob_BLHW, number_B, turn_B22)
+        return torch.where(number_B[:, None, None, None] < 0, mask_BLHW, (pseudo_BLHW >= 0.5).float())
+
 
 class References(nn.Module):
     """The last labelled images that had a text: a vector of the text, and the mask.
 
-    The paper compares with 14 fixed pairs; the newest R labelled pairs need no selection by hand.
+    The paper compares with 14 fixed pairs; the newest R labelled pairs need no selection by hand. The LV loss uses the
+    prediction itself, because a pseudo label passes on only a hundredth of its gradient.
     """
 
     same_on_all_ranks = True

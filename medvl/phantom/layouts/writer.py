@@ -33,6 +33,8 @@ GENERATOR_VERSION = 1
 """Incremented with every change of the output for a seed."""
 OPTIONS_FILE, TRUTH_FILE = "phantom.json", "phantom_truth.jsonl.gz"
 _GOLDEN = (math.sqrt(5) - 1) / 2
+_LEFT_OUT_AT_0 = ("site", "look_alikes")
+"""Options that `phantom.json` has only where they change the content."""
 _STREAM = MAX_PATIENTS  # beyond every patient's key
 
 
@@ -52,6 +54,8 @@ class Options:
     """Leave out lateral views; the frontal ones are the same."""
     site: int = 0
     """Hospital whose devices took the images (`medvl.phantom.population.exposure.at_site`); patients are the same."""
+    look_alikes: int = 0
+    """Largest number of opacities in an image that look like those of the mask and are not in it."""
 
     def __post_init__(self) -> None:
         expected = ""
@@ -61,8 +65,9 @@ class Options:
             field, expected = "size", "in [32, 4096] pixels"
         elif len(self.split) != 3 or min(self.split) < 0 or abs(sum(self.split) - 1) > 1e-6:
             field, expected = "split", "three shares that add up to 1"
-        elif self.seed < 0 or self.site < 0:
-            field, expected = "seed" if self.seed < 0 else "site", "0 or more"
+        else:
+            field = next((name for name in ("seed", "site", "look_alikes") if getattr(self, name) < 0), "")
+            expected = "0 or more" if field else ""
         if expected:
             raise ConfigError(f"{field} must be {expected}, got {getattr(self, field)}", "out_of_range", field=field)
 
@@ -73,7 +78,7 @@ class Options:
     def as_json(self) -> dict[str, object]:
         """Return the content of `phantom.json`."""
         content = {**dataclasses.asdict(self), "split": list(self.split), "generator_version": GENERATOR_VERSION}
-        return {name: value for name, value in content.items() if name != "site" or value}
+        return {name: value for name, value in content.items() if name not in _LEFT_OUT_AT_0 or value}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -242,7 +247,11 @@ def _is_finished(root: Path, options: Options) -> bool:
         message = f"{root} is not empty and has no {OPTIONS_FILE} of this command: {advice}"
         raise CorpusError(message, "exists", field="out") from None
     expected = options.as_json()
-    differing = [name for name in expected if not isinstance(existing, dict) or existing.get(name) != expected[name]]
+    optional = dict.fromkeys(_LEFT_OUT_AT_0)
+    differing = [
+        name for name in optional | expected
+        if not isinstance(existing, dict) or existing.get(name) != expected.get(name)
+    ]  # fmt: skip
     if differing:
         message = f"{root} contains a phantom corpus with another {', another '.join(differing)}: {advice}"
         raise CorpusError(message, "exists", field="out")

@@ -1,6 +1,7 @@
 """QaTa-COV19, MosMedData+, MoNuSeg and MELINDA: both layouts, workbooks, masks, splits; the phantom's texts."""
 
 import csv
+import dataclasses
 import io
 import zipfile
 from pathlib import Path
@@ -21,10 +22,11 @@ from medvl.data.corpora.common.spreadsheet import read_sheet
 from medvl.data.corpora.figures import melinda
 from medvl.data.shards.source import ShardSource
 from medvl.errors import ConfigError, CorpusError, SplitError
-from medvl.phantom import World, masks
+from medvl.phantom import World, masks, write_qata
 from medvl.phantom.layouts.boxes_and_masks.kaggle import image_uid_hex, square_frontal_views
-from medvl.phantom.layouts.boxes_and_masks.qata import describe
+from medvl.phantom.layouts.boxes_and_masks.qata import describe, infection, named_zones, sample_look_alikes
 from medvl.phantom.layouts.workbook import workbook_bytes
+from medvl.phantom.layouts.writer import read_truth
 
 DEID = Deidentifier(b"0123456789abcdef")
 
@@ -238,6 +240,49 @@ def test_phantom_texts_agree_with_the_masks(tmp_path: Path) -> None:
         sides = {"left": columns.max() > size / 2, "right": columns.min() < size / 2}
         assert {side for side in sides if f"{side} lung" in text} <= {side for side, there in sides.items() if there}
         assert text.startswith("Bilateral" if "left lung and" in text else "Unilateral")
+
+
+def write_phantom(root: Path, *options: str) -> Path:
+    arguments = ["--out", str(root), "--patients", "8", "--size", "64", "--seed", "46", "--workers", "1"]
+    cli.main(["phantom", "qata", *arguments, *options])
+    return root
+
+
+def test_look_alikes_change_images_alone_and_lie_where_the_text_names_nothing(tmp_path: Path) -> None:
+    plain, mixed = write_phantom(tmp_path / "plain"), write_phantom(tmp_path / "mixed", "--look-alikes", "2")
+    drawn = {row["path"]: row["look_alikes"] for row in read_truth(mixed)}
+    assert any(drawn.values())
+    assert not any("look_alikes" in row for row in read_truth(plain))
+    for path, boxes in drawn.items():
+        same = (plain / path).read_bytes() == (mixed / path).read_bytes()
+        assert same == (not boxes)
+    for file in plain.rglob("*"):
+        if file.is_file() and file.parent.name != "img" and not file.name.startswith("phantom"):
+            assert file.read_bytes() == (mixed / file.relative_to(plain)).read_bytes(), "masks and texts are the same"
+    views = {
+        image_uid_hex(view): view for patient in World(46).patients(8) for _, view in square_frontal_views(patient)
+    }
+    for path, boxes in drawn.items():
+        view = views[Path(path).stem]
+        mask_HW = infection(view, 64)
+        assert mask_HW is not None
+        found = sample_look_alikes(view, mask_HW, 2)
+        assert len(found) == len(boxes)
+        for finding in found:
+            other_HW = infection(dataclasses.replace(view, findings=(finding,)), 64)
+            assert other_HW is not None
+            assert not (other_HW & mask_HW).any()
+            zones = named_zones(view, other_HW)
+            assert zones
+            assert not set(zones) & set(named_zones(view, mask_HW))
+
+
+def test_a_phantom_with_other_look_alikes_is_not_continued(tmp_path: Path) -> None:
+    root = write_phantom(tmp_path / "mixed", "--look-alikes", "1")
+    with raises(CorpusError, "exists", "out"):
+        write_qata(root, patients=8, size=64, seed=46, workers=1)
+    with raises(ConfigError, "out_of_range", "look_alikes"):
+        write_qata(tmp_path / "other", patients=8, size=64, look_alikes=-1)
 
 
 # MELINDA
