@@ -3,7 +3,7 @@
     python scripts/benchmark_systems.py                                    # counts: half an hour on one core
     python scripts/benchmark_systems.py --systems radzero,mavl --seconds
     python scripts/benchmark_systems.py --seconds --device cuda --batch 32
-    OMP_NUM_THREADS=1 python scripts/benchmark_systems.py --frozen --image-size 224 --seconds
+    OMP_NUM_THREADS=1 python scripts/benchmark_systems.py --frozen --image-size 224 --batch 4 --seconds
 
 Models are those of the presets `paper`, with random weights. They read random images, reports of `--tokens`, and
 `--statements` statements of twelve tokens where a system reads statements. FLOPs are counted by torch for the forward
@@ -92,6 +92,7 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--frozen", action="store_true", help="compare RadZero's trained, frozen and stored images")
     parser.add_argument("--image-size", type=int, default=518, help="side of the images of --frozen")
+    parser.add_argument("--image-encoder", default="rad_dino", help="image encoder of --frozen; rad_dino is a ViT-B/14")
     parser.add_argument("--repeats", type=int, default=3, help="timed steps of --frozen")
     options = parser.parse_args()
     if options.frozen:
@@ -148,7 +149,7 @@ def compare_frozen(options: argparse.Namespace) -> None:
 def frozen_flops(options: argparse.Namespace) -> dict[str, float]:
     """Return the GFLOP of a sample's step in each case, counted on the meta device, and print those of its parts."""
     with torch.device("meta"):
-        model = build("radzero_mimic", "paper", image_size=options.image_size).eval()
+        model = radzero(options).eval()
         batch = random_batch(model, options)
     tokens_BKD = encoded(model, batch)
     text_encoder = create_text_encoder(model.config.text_encoder, vocab_size=vocabulary().vocab_size)
@@ -176,6 +177,12 @@ def frozen_flops(options: argparse.Namespace) -> dict[str, float]:
     }
 
 
+def radzero(options: argparse.Namespace) -> Any:
+    """Return RadZero with the image encoder and the image size of the options."""
+    changes = {"image_encoder": options.image_encoder, "image_size": options.image_size}
+    return build("radzero_mimic", "paper", **changes)
+
+
 def counted(part: Callable[[], Tensor]) -> float:
     """Return the GFLOP of a forward pass, and of its backward pass where it has a gradient."""
     with FlopCounterMode(display=False) as counter:
@@ -187,14 +194,15 @@ def counted(part: Callable[[], Tensor]) -> float:
 
 def frozen_seconds(options: argparse.Namespace) -> dict[str, float]:
     """Return the median CPU seconds of steps in each case, measured in turns after a turn that warms up."""
-    model = build("radzero_mimic", "paper", image_size=options.image_size).train()
+    model = radzero(options).train()
     images = random_batch(model, options)
-    stored = {"image_BCHW": images.image_BCHW[:, :, :0, :0], "regions_BPD": encoded(model, images).half()}
+    without_pixels, tokens_BKD = images.image_BCHW[:, :, :0, :0], encoded(model, images).half()
+    batches = dict.fromkeys(CASES, images)
+    batches["stored"] = dataclasses.replace(images, image_BCHW=without_pixels, regions_BPD=tokens_BKD)
     taken: dict[str, list[float]] = {name: [] for name in CASES}
     for _, name in itertools.product(range(options.repeats + 1), CASES):
         model.image_encoder.requires_grad_(name == "trained")
-        batch = dataclasses.replace(images, **stored) if name == "stored" else images
-        taken[name].append(timed(model, batch, time.process_time))
+        taken[name].append(timed(model, batches[name], time.process_time))
     return {name: statistics.median(times[1:]) for name, times in taken.items()}
 
 
