@@ -171,10 +171,8 @@ class SeparableCritic(nn.Module):
             raise ValueError(f"mask_MS must be {tuple(sentences_MSD.shape[:2])}, got {tuple(mask_MS.shape)}")
         sentences_MSD = sentences_MSD.masked_fill(~mask_MS[:, :, None], 0.0)
         regions_NPH, sentences_QH = self._first(regions_NPD, sentences_MSD.flatten(0, 1))
-        real_Q = mask_MS.flatten()
-        best_NQ = torch.zeros(len(regions_NPH), len(real_Q), dtype=torch.int64, device=real_Q.device)
         with torch.no_grad():
-            best_NQ[:, real_Q] = self._scores(regions_NPH[:, :, None], sentences_QH[real_Q], highest=True)
+            best_NQ = self._scores(regions_NPH[:, :, None], sentences_QH, highest=True)
         best_NQH = best_NQ[:, :, None].expand(-1, -1, regions_NPH.shape[2])
         score_NMS = self._scores(regions_NPH.gather(1, best_NQH), sentences_QH).unflatten(1, mask_MS.shape)
         total_NM = score_NMS.masked_fill(~mask_MS, 0.0).sum(dim=2)

@@ -192,27 +192,6 @@ def test_padding_sentences_do_not_change_the_local_critic(garbage: float) -> Non
     assert not padded_MSD.grad[~mask_MS].any()
 
 
-@pytest.mark.parametrize("lengths", [(2, 0, 3), (0, 0, 0)])
-def test_regions_are_not_searched_for_padding_sentences(
-    lengths: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model, mask_MS = critic(), torch.arange(3) < torch.tensor(lengths)[:, None]
-    regions_NPD, sentences_MSD = features(4, 6, 5), features(3, 3, 4, seed=1)
-    score, searched = model._score, list[int]()
-
-    def record(left: Tensor, right_QH: Tensor) -> Tensor:
-        if left.ndim == 4:  # all regions
-            searched.append(len(right_QH))
-        return score(left, right_QH)
-
-    monkeypatch.setattr(model, "_score", record)
-    padded_NM = model.local(regions_NPD, sentences_MSD, mask_MS)
-    assert searched == [sum(lengths)]
-    for text, length in enumerate(lengths):
-        alone_N1 = model.local(regions_NPD, sentences_MSD[text : text + 1, :length])
-        torch.testing.assert_close(padded_NM[:, text : text + 1], alone_N1)
-
-
 def test_critic_has_the_published_size_and_takes_16_bits_and_empty_sides() -> None:
     assert sum(parameter.numel() for parameter in losses.SeparableCritic(768, 768).parameters()) == (
         1536 * 1024 + 1024 + 1024 * 512 + 512 + 512 + 1
