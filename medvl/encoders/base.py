@@ -3,7 +3,8 @@
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, Self
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 
 class Adapter(Protocol):
@@ -54,6 +55,21 @@ class Encoder(nn.Module):
         """Freeze all parameters, and keep the encoder in eval mode during training."""
         self.requires_grad_(False)
         self.keep_frozen_in_eval(True)
+
+    def meta_state(self) -> dict[str, Tensor]:
+        """Return all parameters and buffers on the meta device, those of a module with several names under one.
+
+        For `torch.func.functional_call`, which would replace such a module's tensors twice, and leave the first
+        replacement in it.
+        """
+        return {
+            name: torch.empty_like(tensor, device="meta")
+            for prefix, module in self.named_modules()
+            for name, tensor in (
+                *module.named_parameters(prefix, recurse=False),
+                *module.named_buffers(prefix, recurse=False),
+            )
+        }
 
 
 def group_by_depth(

@@ -345,27 +345,13 @@ class ImageEncoder(Encoder):
             image_BCHW = torch.empty(2, self.in_channels, *size, device="meta")
             try:
                 with torch.no_grad():
-                    features = torch.func.functional_call(self, self._meta_state(), (image_BCHW,), tie_weights=False)
+                    features = torch.func.functional_call(self, self.meta_state(), (image_BCHW,), tie_weights=False)
             finally:
                 for hook in hooks:
                     hook.remove()
             width, patches = features.pooled_BD.shape[1], features.patches_BPD
             self._measured[size] = _Measured(width, patches.shape[2], features.grid, 2 in values)
         return self._measured[size]
-
-    def _meta_state(self) -> dict[str, Tensor]:
-        """Return all parameters and buffers on the meta device, those of a module with several names under one.
-
-        `functional_call` would replace such a module's tensors twice, and leave the first replacement in it.
-        """
-        return {
-            name: torch.empty_like(tensor, device="meta")
-            for prefix, module in self.named_modules()
-            for name, tensor in (
-                *module.named_parameters(prefix, recurse=False),
-                *module.named_buffers(prefix, recurse=False),
-            )
-        }
 
 
 class _Measured(NamedTuple):
