@@ -5,7 +5,7 @@
     medvl vocab quickstart/qata/train quickstart/qata-vocab
     python scripts/compare_segmentation.py --data quickstart/qata --vocab quickstart/qata-vocab --out runs/segmentation
 
-On this corpus the image alone shows what is infected. `medvl phantom qata --look-alikes 1` adds opacities that only the
+On this corpus the image alone shows what is infected. `medvl phantom qata --distractors 1` adds opacities that only the
 text tells from infected areas.
 
 Thresholds are chosen on the validation images. Dice is the mean over test images with 95 % intervals (patients); "no

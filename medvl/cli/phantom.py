@@ -33,7 +33,7 @@ class ViewsOptions(PhantomOptions):
 class QataOptions(PhantomOptions):
     """Size and seed of the stand-in of QaTa-COV19."""
 
-    look_alikes: int = 0
+    distractors: int = 0
     """most opacities of an image that look like infected areas and are neither in the mask nor in the text"""
 
 

@@ -15,6 +15,9 @@ from medvl.data.images.codecs import encode_png
 from medvl.data.privacy.deidentify import Deidentifier
 from medvl.data.shards.regions import Regions
 from medvl.data.shards.source import ShardSource
+from medvl.data.transforms.image import EvalTransform
+from medvl.data.transforms.text import WholeText
+from medvl.train.tasks.pretraining import DataConfig
 
 
 class QuarterDetector:
@@ -81,3 +84,16 @@ def region_table(home: Path, corpus: str = "lab", images: int = 10, bright: int 
     plan = table.plan(home / "rows.csv", columns, deid, name=corpus, keep_imageless=True)
     write_shards(plan, deid, ShardRun(out=home / "out", workers=1), ShardOptions(short_side=32, samples_per_shard=4))
     return home / "out"
+
+
+def region_data(shards: Path, size: int, **changes: Any) -> DataConfig:
+    """Return the data settings of pretraining on `region_table`, with images of `size` pixels."""
+    settings: dict[str, Any] = {
+        "train": str(shards / "train"),
+        "valid": shards / "validate",
+        "image": EvalTransform(size=size),
+        "text": WholeText(),
+        "workers": 0,
+        "valid_batch": 2,
+    }
+    return DataConfig(**settings | changes)

@@ -33,7 +33,7 @@ GENERATOR_VERSION = 1
 """Incremented with every change of the output for a seed."""
 OPTIONS_FILE, TRUTH_FILE = "phantom.json", "phantom_truth.jsonl.gz"
 _GOLDEN = (math.sqrt(5) - 1) / 2
-_LEFT_OUT_AT_0 = ("site", "look_alikes")
+_LEFT_OUT_AT_0 = ("site", "distractors")
 """Options that `phantom.json` has only where they change the content."""
 _STREAM = MAX_PATIENTS  # beyond every patient's key
 
@@ -54,7 +54,7 @@ class Options:
     """Leave out lateral views; the frontal ones are the same."""
     site: int = 0
     """Hospital whose devices took the images (`medvl.phantom.population.exposure.at_site`); patients are the same."""
-    look_alikes: int = 0
+    distractors: int = 0
     """Largest number of opacities in an image that look like those of the mask and are not in it."""
 
     def __post_init__(self) -> None:
@@ -66,7 +66,7 @@ class Options:
         elif len(self.split) != 3 or min(self.split) < 0 or abs(sum(self.split) - 1) > 1e-6:
             field, expected = "split", "three shares that add up to 1"
         else:
-            field = next((name for name in ("seed", "site", "look_alikes") if getattr(self, name) < 0), "")
+            field = next((name for name in ("seed", "site", "distractors") if getattr(self, name) < 0), "")
             expected = "0 or more" if field else ""
         if expected:
             raise ConfigError(f"{field} must be {expected}, got {getattr(self, field)}", "out_of_range", field=field)

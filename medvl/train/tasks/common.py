@@ -128,7 +128,10 @@ def bind_regions(model: Any, source: Any) -> dict[str, Any]:
 
 
 def open_train(data: LoaderConfig, source: Any, batch: int, **options: Any) -> "Loader":
-    """Open this rank's loader of training batches; `batch` counts the samples over all ranks."""
+    """Open this rank's loader of training batches; `batch` counts the samples over all ranks.
+
+    `options` are those of `open_loader`, or of the function `opener` that takes its place.
+    """
     return _open(data, source, batch=batch, train=True, workers=data.workers, **options)
 
 

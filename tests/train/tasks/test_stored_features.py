@@ -11,7 +11,7 @@ import safetensors.torch
 import torch
 from helpers import train_fakes as fakes
 from helpers.errors import raises
-from helpers.region_shards import region_table
+from helpers.region_shards import region_data, region_table
 from torch import Tensor
 
 import medvl
@@ -21,7 +21,6 @@ from medvl.data.shards.regions import RegionManifest, Regions, region_folder
 from medvl.data.shards.source import ShardSource
 from medvl.data.tokenizer.tokenizer import train_wordpiece
 from medvl.data.transforms.image import ConVIRTAugmentation, EvalTransform
-from medvl.data.transforms.text import WholeText
 from medvl.errors import ConfigError, ShardError
 from medvl.eval.core.open import open_source
 from medvl.models.checkpoint import detector_of, load, save
@@ -58,15 +57,7 @@ def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def config(shards: Path, **changes: Any) -> DataConfig:
-    settings: dict[str, Any] = {
-        "train": str(shards / "train"),
-        "valid": shards / "validate",
-        "image": EvalTransform(size=64),
-        "text": WholeText(),
-        "workers": 0,
-        "valid_batch": 2,
-    }
-    return DataConfig(**settings | changes)
+    return region_data(shards, size=64, **changes)
 
 
 def opened(shards: Path, model: Any, **changes: Any) -> DataLoaders:

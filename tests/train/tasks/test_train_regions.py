@@ -9,14 +9,12 @@ import pytest
 import torch
 from helpers.errors import raises
 from helpers.fusion_samples import TINY
-from helpers.region_shards import QuarterDetector, region_table, with_regions
+from helpers.region_shards import QuarterDetector, region_data, region_table, with_regions
 
 import medvl
 from medvl.data.convert.regions import write_regions
 from medvl.data.shards.source import ShardSource
 from medvl.data.tokenizer.tokenizer import train_wordpiece
-from medvl.data.transforms.image import EvalTransform
-from medvl.data.transforms.text import WholeText
 from medvl.encoders.regions import RegionEncoder
 from medvl.errors import CheckpointError, ConfigError, ShardError, SplitError
 from medvl.eval.core.open import open_for_evaluation, open_source
@@ -40,16 +38,7 @@ def make_model(encoder: str = "regions:2+7") -> Any:
 
 
 def config(shards: Path, **changes: Any) -> DataConfig:
-    settings: dict[str, Any] = {
-        "train": str(shards / "train"),
-        "valid": shards / "validate",
-        "image": EvalTransform(size=32),
-        "text": WholeText(),
-        "workers": 0,
-        "valid_batch": 2,
-        "regions": "quarters",
-    }
-    return DataConfig(**settings | changes)
+    return region_data(shards, **{"size": 32, "regions": "quarters", **changes})
 
 
 def encoder_of(model: Any) -> RegionEncoder:

@@ -28,9 +28,9 @@ _NUMBERS = ("no", "one", "two", "three", "four", "five", "six", "seven", "eight"
 _LEAST_SHARE = 0.1
 """Share of a lung's infected pixels below which a third of the lung is not named."""
 _STREAM = 0x10A1
-"""Last key of the random generator of look-alikes."""
+"""Last key of the random generator of distractors."""
 _TRIES = 12
-"""Places that are tried for each look-alike."""
+"""Places that are tried for each distractor."""
 
 
 def write_qata(
@@ -40,7 +40,7 @@ def write_qata(
     seed: int = 0,
     size: int = 224,
     workers: int | None = None,
-    look_alikes: int = 0,
+    distractors: int = 0,
 ) -> Path:
     """Write a phantom QaTa-COV19 in LViT's layout: images, masks, and a workbook of descriptions of each split.
 
@@ -48,15 +48,15 @@ def write_qata(
     A description gives sides, number of areas and thirds of each lung: "Bilateral pulmonary infection, two infected
     areas, upper left lung and middle lower right lung." Sides are the patient's. Splits are by patient.
 
-    There is about one image per two patients. `size` is the height and width of the images in pixels. `look_alikes` is
+    There is about one image per two patients. `size` is the height and width of the images in pixels. `distractors` is
     the largest number of opacities in each image that look like infected areas, but are neither in the mask nor in the
-    text (see `sample_look_alikes`): the image alone does not show which areas are infected. Their boxes are the field
-    `look_alikes` of the ground truth. The other arguments and the errors are those of `write_mimic_cxr`. Returns the
+    text (see `sample_distractors`): the image alone does not show which areas are infected. Their boxes are the field
+    `distractors` of the ground truth. The other arguments and the errors are those of `write_mimic_cxr`. Returns the
     folder.
     """
     split = (0.62, 0.15, 0.23)
     options = Options(
-        corpus="qata", patients=patients, seed=seed, size=size, split=split, reports=True, look_alikes=look_alikes
+        corpus="qata", patients=patients, seed=seed, size=size, split=split, reports=True, distractors=distractors
     )
     tables = {_table(name): ("Image", "Description") for name in FOLDERS}
     return write_release(Path(out), options, _write_patient, tables, workers)
@@ -74,7 +74,7 @@ def _write_patient(root: Path, patient: Patient, options: Options) -> PatientRow
         mask_HW = infection(view, options.size)
         if mask_HW is None:
             continue
-        extra = sample_look_alikes(view, mask_HW, options.look_alikes)
+        extra = sample_distractors(view, mask_HW, options.distractors)
         shown = dataclasses.replace(view, findings=(*view.findings, *extra))
         file = f"{image_uid_hex(view)}.png"
         image, mask = Path(f"{name}_Folder", "img", file), Path(f"{name}_Folder", "labelcol", f"mask_{file}")
@@ -83,9 +83,9 @@ def _write_patient(root: Path, patient: Patient, options: Options) -> PatientRow
             write_file(root / mask, cv2.imencode(".png", mask_HW.astype(np.uint8) * 255)[1].tobytes())
         rows.append([mask.name, describe(view, mask_HW)])
         row = truth_row(view, study, options.size, path=image.as_posix(), subject_id=patient.subject_id, split=name)
-        if options.look_alikes:
+        if options.distractors:
             only = dataclasses.replace(view, findings=extra)
-            row["look_alikes"] = [dataclasses.asdict(box) for box in boxes(only, options.size)]
+            row["distractors"] = [dataclasses.asdict(box) for box in boxes(only, options.size)]
         truth.append(row)
     return PatientRows(patient.index, {_table(name): rows}, truth)
 
@@ -96,11 +96,11 @@ def infection(view: View, size: int) -> NDArray[np.bool_] | None:
     return np.logical_or.reduce(found) if found else None
 
 
-def sample_look_alikes(view: View, mask_HW: NDArray[np.bool_], count: int) -> tuple[Finding, ...]:
+def sample_distractors(view: View, mask_HW: NDArray[np.bool_], count: int) -> tuple[Finding, ...]:
     """Return up to `count` findings that are drawn as infected areas are, each of one part.
 
     Each has the kind and the extent of an infected area, at a random place of this kind where it shares no pixel with
-    the infection or another look-alike, and where its own description would name no third of a lung that the
+    the infection or another distractor, and where its own description would name no third of a lung that the
     description of the infection names. Images with large infections may have no such place.
     """
     rng = generator(*view.key, _STREAM)

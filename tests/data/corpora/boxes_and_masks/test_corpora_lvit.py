@@ -24,7 +24,7 @@ from medvl.data.shards.source import ShardSource
 from medvl.errors import ConfigError, CorpusError, SplitError
 from medvl.phantom import World, masks, write_qata
 from medvl.phantom.layouts.boxes_and_masks.kaggle import image_uid_hex, square_frontal_views
-from medvl.phantom.layouts.boxes_and_masks.qata import describe, infection, named_zones, sample_look_alikes
+from medvl.phantom.layouts.boxes_and_masks.qata import describe, infection, named_zones, sample_distractors
 from medvl.phantom.layouts.workbook import workbook_bytes
 from medvl.phantom.layouts.writer import read_truth
 
@@ -248,11 +248,11 @@ def write_phantom(root: Path, *options: str) -> Path:
     return root
 
 
-def test_look_alikes_change_images_alone_and_lie_where_the_text_names_nothing(tmp_path: Path) -> None:
-    plain, mixed = write_phantom(tmp_path / "plain"), write_phantom(tmp_path / "mixed", "--look-alikes", "2")
-    drawn = {row["path"]: row["look_alikes"] for row in read_truth(mixed)}
+def test_distractors_change_images_alone_and_lie_where_the_text_names_nothing(tmp_path: Path) -> None:
+    plain, mixed = write_phantom(tmp_path / "plain"), write_phantom(tmp_path / "mixed", "--distractors", "2")
+    drawn = {row["path"]: row["distractors"] for row in read_truth(mixed)}
     assert any(drawn.values())
-    assert not any("look_alikes" in row for row in read_truth(plain))
+    assert not any("distractors" in row for row in read_truth(plain))
     for path, boxes in drawn.items():
         same = (plain / path).read_bytes() == (mixed / path).read_bytes()
         assert same == (not boxes)
@@ -266,7 +266,7 @@ def test_look_alikes_change_images_alone_and_lie_where_the_text_names_nothing(tm
         view = views[Path(path).stem]
         mask_HW = infection(view, 64)
         assert mask_HW is not None
-        found = sample_look_alikes(view, mask_HW, 2)
+        found = sample_distractors(view, mask_HW, 2)
         assert len(found) == len(boxes)
         for finding in found:
             other_HW = infection(dataclasses.replace(view, findings=(finding,)), 64)
@@ -277,12 +277,12 @@ def test_look_alikes_change_images_alone_and_lie_where_the_text_names_nothing(tm
             assert not set(zones) & set(named_zones(view, mask_HW))
 
 
-def test_a_phantom_with_other_look_alikes_is_not_continued(tmp_path: Path) -> None:
-    root = write_phantom(tmp_path / "mixed", "--look-alikes", "1")
+def test_a_phantom_with_other_distractors_is_not_continued(tmp_path: Path) -> None:
+    root = write_phantom(tmp_path / "mixed", "--distractors", "1")
     with raises(CorpusError, "exists", "out"):
         write_qata(root, patients=8, size=64, seed=46, workers=1)
-    with raises(ConfigError, "out_of_range", "look_alikes"):
-        write_qata(tmp_path / "other", patients=8, size=64, look_alikes=-1)
+    with raises(ConfigError, "out_of_range", "distractors"):
+        write_qata(tmp_path / "other", patients=8, size=64, distractors=-1)
 
 
 # MELINDA
