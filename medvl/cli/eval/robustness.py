@@ -18,6 +18,7 @@ def robustness(
     *,
     prompts: tuple[str, ...] = (),
     corruptions: tuple[str, ...] = ("noise", "blur", "contrast", "crop", "rotation", "marks"),
+    made_up: tuple[str, ...] = ("natural noise", "inverted", "shuffled tiles"),
     sites: tuple[Path, ...] = (),
     outside: tuple[Path, ...] = (),
     calibration: Path | None = None,
@@ -32,6 +33,7 @@ def robustness(
             Default chexpert_ensemble (statements for systems that are trained on statements), chexpert_pairs and
             chexzero_template.
         corruptions: corruptions, each at five strengths.
+        made_up: images that are not radiographs, made from those of the data.
         sites: folders of labelled shards of other hospitals.
         outside: folders of shards of images that are not chest radiographs, such as those of `medvl phantom roco`.
         calibration: file of `medvl eval calibrate`; default the one beside the checkpoint, if there is one.
@@ -55,7 +57,7 @@ def robustness(
         outside={name: open_source(path) for name, path in _named(outside).items()},
         calibration=_calibration(calibration, shared.checkpoint, sets[0].name if sets else default_prompts(model)),
         settings=RobustnessSettings(
-            corruptions=corruptions, policy=label.policy(), resamples=shared.resamples, seed=seed
+            corruptions=corruptions, made_up=made_up, policy=label.policy(), resamples=shared.resamples, seed=seed
         ),
         checkpoint=shared.checkpoint,
     )

@@ -46,7 +46,7 @@ from medvl.eval.core.metrics import ECE_BINS
 from medvl.eval.core.results import Results, checkpoint_sha256, format_table
 from medvl.eval.core.subgroups import subgroups_of
 from medvl.eval.robustness.assemble import assemble
-from medvl.eval.robustness.image_versions import CORRUPTIONS, corruption_versions
+from medvl.eval.robustness.image_versions import CORRUPTIONS, MADE_UP, corruption_versions, made_up_versions
 from medvl.eval.robustness.passes import OpenLoader, Scores, score_everything
 from medvl.eval.robustness.scorers import Scorer, make_scorer
 from medvl.eval.zero_shot_classification.calibration import Calibration
@@ -64,6 +64,7 @@ class RobustnessSettings:
     """Settings of the tests."""
 
     corruptions: tuple[str, ...] = tuple(CORRUPTIONS)
+    made_up: tuple[str, ...] = tuple(MADE_UP)
     policy: LabelPolicy = dataclasses.field(default_factory=LabelPolicy)
     """Treatment of uncertain and missing labels."""
     smallest_subgroup: int = 10
@@ -136,13 +137,20 @@ def evaluate_robustness(
             are not finite.
     """
     settings, sites, outside = settings or RobustnessSettings(), sites or {}, outside or {}
-    versions = corruption_versions(settings.corruptions)
+    versions, made_up = corruption_versions(settings.corruptions), made_up_versions(settings.made_up)
     named = prompts or (default_prompts(model), *MORE_PROMPTS)
     sets = [one if isinstance(one, PromptSet) else load_prompts(one) for one in named]
     with evaluating(model):
         scorer = make_scorer(model, sets, source.label_names, settings.autocast)
         scores = score_everything(
-            scorer, source, open_loader, versions=versions, sites=sites, outside=outside, seed=settings.seed
+            scorer,
+            source,
+            open_loader,
+            versions=versions,
+            made_up=made_up,
+            sites=sites,
+            outside=outside,
+            seed=settings.seed,
         )
     tests = assemble(scores, settings.policy, settings.smallest_subgroup, calibration)
     results = Results(
@@ -168,6 +176,7 @@ def _describe(settings: RobustnessSettings, scorer: Scorer) -> dict[str, Any]:
     return {
         **dataclasses.asdict(settings),
         "corruptions": list(settings.corruptions),
+        "made_up": list(settings.made_up),
         "autocast": settings.autocast and str(settings.autocast),
         "prompts": list(scorer.prompt_sets),
         "confidence": scorer.confidence_is,

@@ -8,7 +8,7 @@ side: a version looks the same at every stored size.
 import dataclasses
 import hashlib
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import cv2
 import numpy as np
@@ -143,11 +143,21 @@ class Version:
 
 def corruption_versions(names: Sequence[str]) -> list[Version]:
     """Return every strength of some corruptions. Raises EvaluationError for an unknown name."""
-    unknown = [name for name in names if name not in CORRUPTIONS]
-    if unknown:
-        message = f"expected corruptions among {', '.join(CORRUPTIONS)}, got {', '.join(unknown)}"
-        raise EvaluationError(message, "unknown_name", field="corruptions")
+    _check_names(names, CORRUPTIONS, "corruptions")
     return [Version(name, strength) for name in names for strength in range(1, STRENGTHS + 1)]
+
+
+def made_up_versions(names: Sequence[str]) -> list[Version]:
+    """Return some of the images of `MADE_UP`. Raises EvaluationError for an unknown name."""
+    _check_names(names, MADE_UP, "made_up")
+    return [Version(name) for name in names]
+
+
+def _check_names(names: Sequence[str], known: Collection[str], field: str) -> None:
+    unknown = [name for name in names if name not in known]
+    if unknown:
+        message = f"expected {field.replace('_', '-')} among {', '.join(known)}, got {', '.join(unknown)}"
+        raise EvaluationError(message, "unknown_name", field=field)
 
 
 class VersionSource(SourceView):

@@ -14,7 +14,7 @@ from medvl.eval.html.page import Page, Picture, Pictures, Pixels, Section, Strip
 from medvl.eval.html.tables import Cell, Table, metric_cell
 from medvl.eval.robustness.assemble import DATA
 from medvl.eval.robustness.evaluate import RobustnessResult
-from medvl.eval.robustness.image_versions import MADE_UP, STRENGTHS, Version
+from medvl.eval.robustness.image_versions import STRENGTHS, Version
 from medvl.eval.robustness.metric_groups import ALL
 
 _LIMITS = (
@@ -217,8 +217,9 @@ def _pictures(result: RobustnessResult, pixels: Pixels, examples: int) -> Iterat
             versions = [Version(name, strength) for strength in range(1, STRENGTHS + 1)]
             pictures = [_picture(one.apply(image, key, seed), f"image under {one}") for one in versions]
             strips.append(Strip(title=name.capitalize(), pictures=pictures, note="strengths 1 to 5"))
-        made_up = [_picture(Version(name).apply(image, key, seed), name, name) for name in MADE_UP]
-        strips.append(Strip(title="Made up", pictures=made_up))
+        made_up = [_picture(Version(name).apply(image, key, seed), name, name) for name in result.scores.made_up]
+        if made_up:
+            strips.append(Strip(title="Made up", pictures=made_up))
         yield Pictures(
             title=f"Versions of an image{f' ({number + 1})' if examples > 1 else ''}", strips=strips, kind="thumbnails"
         )

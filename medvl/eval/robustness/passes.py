@@ -18,7 +18,7 @@ from medvl.eval.core.full_pass import FullPass, column, samples_by_key
 from medvl.eval.core.interfaces import Loader
 from medvl.eval.core.metrics import Array
 from medvl.eval.matching.evaluate import Items, choose_texts
-from medvl.eval.robustness.image_versions import MADE_UP, Version, VersionSource
+from medvl.eval.robustness.image_versions import Version, VersionSource
 from medvl.eval.robustness.scorers import Scorer
 from medvl.schema import Batch, Sample
 
@@ -146,6 +146,7 @@ def score_everything(
     open_loader: OpenLoader,
     *,
     versions: Sequence[Version],
+    made_up: Sequence[Version],
     sites: Mapping[str, Source],
     outside: Mapping[str, Source],
     seed: int,
@@ -184,14 +185,14 @@ def score_everything(
         loader = open_loader(VersionSource(source, chosen, seed, texts=scorer.reads_text))
         return score_versions(scorer, loader, clean.keys, values, texts)
 
-    confidence_NV = versions_of([Version(name) for name in MADE_UP], ["confidence"]).get("confidence")
+    confidence_NV = versions_of(made_up, ["confidence"]).get("confidence")
     return Scores(
         scorer=scorer,
         label_names=tuple(source.label_names),
         clean=clean,
         versions=tuple(versions),
         of_versions=versions_of(versions, corrupted),
-        made_up={} if confidence_NV is None else dict(zip(MADE_UP, confidence_NV.T, strict=True)),
+        made_up={} if confidence_NV is None else dict(zip(map(str, made_up), confidence_NV.T, strict=True)),
         outside={name: score_images(scorer, open_loader(one), ["confidence"]) for name, one in outside.items()},
         sites={
             name: (tuple(one.label_names), score_images(scorer, open_loader(one), ["findings"]))

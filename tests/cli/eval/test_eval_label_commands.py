@@ -179,3 +179,4 @@ def test_robustness_of_a_dual_encoder_and_a_classifier(home: Path, capsys: pytes
     assert results.row("ood_auroc", "all", "inverted").value == 0.5
     assert not any(row.metric == "negation" for row in results.rows)
     assert "rain" in error_text([*test, "--corruptions", "rain"], capsys)
+    assert "expected made-up among natural noise" in error_text([*test, "--made-up", "snow"], capsys)

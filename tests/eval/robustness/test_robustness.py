@@ -24,7 +24,14 @@ from medvl.eval.core.publish import PageHeader
 from medvl.eval.core.results import Results, write_results
 from medvl.eval.robustness.assemble import assemble
 from medvl.eval.robustness.evaluate import RobustnessResult
-from medvl.eval.robustness.image_versions import CORRUPTIONS, MADE_UP, Version, VersionSource, corruption_versions
+from medvl.eval.robustness.image_versions import (
+    CORRUPTIONS,
+    MADE_UP,
+    Version,
+    VersionSource,
+    corruption_versions,
+    made_up_versions,
+)
 from medvl.eval.robustness.passes import score_everything
 from medvl.eval.robustness.scorers import Scorer, make_scorer
 from medvl.eval.robustness.sentences import PARAPHRASES, paraphrases, statements
@@ -34,6 +41,7 @@ from medvl.schema import COMPETITION_FINDINGS, Batch
 
 SIDE, NAMES = 32, ("Edema", "Pneumonia")
 STATEMENTS = statements(NAMES)
+MADE_UP_VERSIONS = made_up_versions(tuple(MADE_UP))
 
 
 def picture(level: int, seed: int) -> np.ndarray:
@@ -158,7 +166,7 @@ def test_optional_scores_name_the_attribute_to_check() -> None:
 def evaluate(scorer: Scorer, corruptions: Sequence[str] = ("contrast",), **others: Any) -> dict[str, MetricRow]:
     source = patients()
     versions = corruption_versions(corruptions)
-    parts = {"sites": {}, "outside": {}, **others}
+    parts = {"sites": {}, "outside": {}, "made_up": MADE_UP_VERSIONS, **others}
     scores = score_everything(scorer, source, Loader, versions=versions, seed=0, **parts)
     tests = assemble(scores, LabelPolicy(), 5, None)
     rows = measure(tests.groups, len(tests.patients), resamples=50, groups=tests.patients)
@@ -233,9 +241,26 @@ def test_a_model_that_reads_passes() -> None:
     assert not any("contrast" in name for name in rows)
 
 
+def test_made_up_images_are_those_that_are_named() -> None:
+    every, one = evaluate(MeanScorer()), evaluate(MeanScorer(), made_up=made_up_versions(["inverted"]))
+    assert one["ood_auroc/all (inverted)"] == every["ood_auroc/all (inverted)"]
+    assert set(every) - set(one) == {
+        f"{metric}/all ({name})"
+        for metric in ("ood_auroc", "confidence")
+        for name in ("natural noise", "shuffled tiles")
+    }
+
+
 def test_predictions_have_what_pairs_two_runs(tmp_path: Path) -> None:
     scores = score_everything(
-        MeanScorer(), patients(), Loader, versions=corruption_versions(["blur"]), seed=0, sites={}, outside={}
+        MeanScorer(),
+        patients(),
+        Loader,
+        versions=corruption_versions(["blur"]),
+        made_up=[],
+        seed=0,
+        sites={},
+        outside={},
     )
     rows = tuple(evaluate(MeanScorer(), ["blur"]).values())
     config = {"policy": dataclasses.asdict(LabelPolicy()), "smallest_subgroup": 5}
@@ -250,7 +275,14 @@ def test_a_damaged_image_is_left_out_with_all_its_versions() -> None:
     source = patients()
     source.damaged = {3}
     scores = score_everything(
-        MeanScorer(), source, Loader, versions=corruption_versions(["blur"]), sites={}, outside={}, seed=0
+        MeanScorer(),
+        source,
+        Loader,
+        versions=corruption_versions(["blur"]),
+        made_up=made_up_versions(["inverted"]),
+        sites={},
+        outside={},
+        seed=0,
     )
     assert scores.clean.unreadable == {"shard_damaged": 1}
     assert scores.of_versions["findings"].shape == (39, 5, 2)
@@ -262,7 +294,9 @@ def test_a_model_of_regions_has_the_tests_of_texts() -> None:
     source = patients()
     source.region_manifest = object()
     versions = corruption_versions(["blur"])
-    scores = score_everything(ReadingScorer(), source, Loader, versions=versions, sites={}, outside={}, seed=0)
+    scores = score_everything(
+        ReadingScorer(), source, Loader, versions=versions, made_up=MADE_UP_VERSIONS, sites={}, outside={}, seed=0
+    )
     assert scores.left_out.keys() == {"corruptions"}
     rows = [row.name for group in assemble(scores, LabelPolicy(), 5, None).groups for row in group.rows]
     assert {"negation/macro", "above_mirror/all", "confidence/all (clean)"} <= set(rows)
@@ -367,12 +401,15 @@ def test_what_cannot_be_tested_is_refused() -> None:
         evaluate_robustness(segmenter, patients(4), Loader)
     with raises(EvaluationError, "unknown_name", "corruptions"):
         corruption_versions(["rain"])
+    with raises(EvaluationError, "unknown_name", "made_up"):
+        made_up_versions(["snow"])
     bare = patients(4)
     bare.label_names = ()
     bare.samples = [dataclasses.replace(sample, sections={}) for sample in bare.samples]
     scorer = MeanScorer()
     scorer.names = ()
     with raises(EvaluationError, "mismatch", "data"):
-        score_everything(scorer, bare, Loader, versions=[], sites={}, outside={}, seed=0)
-    scores = score_everything(scorer, patients(4), Loader, versions=[], sites={"a": bare}, outside={}, seed=0)
+        score_everything(scorer, bare, Loader, versions=[], made_up=[], sites={}, outside={}, seed=0)
+    sites = {"a": bare}
+    scores = score_everything(scorer, patients(4), Loader, versions=[], made_up=[], sites=sites, outside={}, seed=0)
     assert (dict(scores.sites), set(scores.left_out)) == ({}, {"sites"})
