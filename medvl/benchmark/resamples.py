@@ -14,7 +14,7 @@ import numpy as np
 from medvl.errors import EvaluationError
 from medvl.eval import read_results
 from medvl.eval.compare.predictions import read_items
-from medvl.eval.core.bootstrap import resample_counts
+from medvl.eval.core.bootstrap import count_units, resample_counts
 from medvl.eval.core.metrics import Array
 
 FILE = "resamples.npz"
@@ -30,10 +30,10 @@ class Resampled:
 
 
 def write_resamples(folder: Path, resamples: int) -> None:
-    """Write the resampled metrics of an evaluation, where its predictions determine them."""
+    """Write the resampled metrics of an evaluation of two or more groups, where its predictions determine them."""
     results = read_results(folder)
     items = read_items(folder, results)
-    if items is None or not resamples:
+    if items is None or not resamples or count_units(len(items.names), items.groups) < 2:
         return
     whole = dataclasses.replace(items, metric_groups=items.without_subgroups)
     values = [whole.statistic(counts_NR) for counts_NR in resample_counts(len(items.names), resamples, 0, items.groups)]

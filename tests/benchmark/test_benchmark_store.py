@@ -10,7 +10,7 @@ from helpers.errors import raises
 
 from medvl.benchmark import Plan, Store, plan_runs, read_benchmark
 from medvl.benchmark.pages.rows import measure_systems
-from medvl.benchmark.resamples import FILE, read_resamples
+from medvl.benchmark.resamples import FILE, read_resamples, write_resamples
 from medvl.benchmark.store import (
     COST,
     FAILURE,
@@ -119,6 +119,21 @@ def test_damaged_resamples_are_named(tmp_path: Path) -> None:
         (tmp_path / FILE).write_bytes(damaged)
         with raises(EvaluationError, "malformed", "out", names=FILE):
             read_resamples(tmp_path, "auroc/macro")
+
+
+@pytest.mark.parametrize(("patients", "written"), [("aab", True), ("aaa", False)])
+def test_a_single_patient_has_no_resamples_to_test_differences_with(
+    tmp_path: Path, patients: str, written: bool
+) -> None:
+    """Its resamples are all the same: any difference would have an error of 0."""
+    lines = [
+        {"key": str(number), "patient": patient, "scores": {"own": number, "other": 1.5}}
+        for number, patient in enumerate(patients)
+    ]
+    results = Results(protocol="image_text_matching", protocol_version=1, rows=(), config={}, inputs={})
+    write_results(results, tmp_path, lines)
+    write_resamples(tmp_path, 10)
+    assert (read_resamples(tmp_path, "above_other/all") is not None) == written
 
 
 def test_a_record_that_was_cut_off_is_left_out(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ Rules for every metric:
 
 * Intervals are percentiles of the resampled values with linear interpolation.
 * With `groups` (patients), whole groups are drawn with all their items; otherwise items are drawn.
+* A single item or group has no interval (NaN): its resamples are all the same.
 * A label with a single class has no value (NaN). Resamples without both classes are left out of the label's interval;
   if fewer than half of the resamples remain, the interval is NaN.
 * A mean over labels is taken within each resample, over the labels defined in it. All labels share the resampled
@@ -56,7 +57,7 @@ def bootstrap(
         n: number of items.
         resamples: number of resamples; with 0 the intervals are NaN.
         seed: seed of the resampling.
-        groups: group (patient) of each item, to resample groups instead of items.
+        groups: group (patient) of each item, to resample groups instead of items; a single one has no interval (NaN).
         level: confidence level.
 
     Raises EvaluationError if `n`, `resamples`, `level` or the number of groups is out of range.
@@ -67,7 +68,7 @@ def bootstrap(
             message, "out_of_range", field="n" if n < 1 else "resamples" if resamples < 0 else "level"
         )
     value_K = statistic(np.ones((n, 1)))[0]
-    if resamples == 0:
+    if resamples == 0 or count_units(n, groups) < 2:
         empty_K = np.full_like(value_K, np.nan)
         return Estimate(value_K, empty_K, empty_K.copy())
     values_RK = np.concatenate([statistic(counts_NR) for counts_NR in resample_counts(n, resamples, seed, groups)])
@@ -90,6 +91,11 @@ def resample_counts(n: int, resamples: int, seed: int, groups: Sequence[Hashable
         counts_RU = np.bincount(flat, minlength=rows * units).reshape(rows, units)
         counts_UR = np.ascontiguousarray(counts_RU.T, dtype=np.float64)
         yield counts_UR if group_of_N is None else counts_UR[group_of_N]
+
+
+def count_units(n: int, groups: Sequence[Hashable] | None) -> int:
+    """Return the number of units of a resample: the groups, or without them the items."""
+    return n if groups is None else int(_group_numbers(groups, n).max()) + 1
 
 
 def _index_chunks(n: int, resamples: int, seed: int, widest: int = 0) -> Iterator[NDArray[np.int64]]:

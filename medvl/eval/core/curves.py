@@ -9,7 +9,7 @@ from collections.abc import Hashable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from medvl.eval.core.bootstrap import percentile_interval, resample_counts
+from medvl.eval.core.bootstrap import count_units, percentile_interval, resample_counts
 from medvl.eval.core.metrics import Array
 
 _MAX_THRESHOLDS = 512
@@ -40,7 +40,7 @@ def roc_curve(
 
     `labels_N` are 1, 0 or NaN (left out). The band uses the resamples of `bootstrap` with the same seed and groups;
     with more than 512 distinct scores it uses 512 quantiles of them, while the curve keeps every corner. It is NaN if
-    fewer than half of the resamples have both classes.
+    fewer than half of the resamples have both classes, and for a single group.
     """
     known = ~np.isnan(labels_N)
     if len(np.unique(labels_N[known])) < 2:
@@ -50,7 +50,7 @@ def roc_curve(
     ends = np.flatnonzero(np.append(np.diff(scores_N[order]) != 0, True))
     false_1, true_1 = _rates(positive_NR, 1 - positive_NR, ends)
     grid_G, unknown_G = np.linspace(0, 1, grid_points), np.full(grid_points, np.nan)
-    if resamples == 0:
+    if resamples == 0 or count_units(len(scores_N), groups) < 2:
         return RocCurve(false_1[:, 0], true_1[:, 0], grid_G, unknown_G, unknown_G)
     if len(ends) > _MAX_THRESHOLDS:
         ends = ends[np.linspace(0, len(ends) - 1, _MAX_THRESHOLDS).astype(np.int64)]

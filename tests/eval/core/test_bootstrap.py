@@ -130,6 +130,16 @@ def test_zero_resamples_give_nan_intervals():
     assert np.isnan([low_L, high_L]).all()
 
 
+@pytest.mark.parametrize(("n", "groups"), [(1, None), (1, ["a"]), (40, ["a"] * 40)])
+def test_a_single_unit_has_no_interval(n, groups):
+    """Its resamples are all the same; `scipy.stats.bootstrap` refuses fewer than two observations."""
+    estimate = bootstrap.bootstrap(lambda counts_NR: counts_NR.mean(axis=0)[:, None], n, resamples=20, groups=groups)
+    assert estimate.value_K == [1.0]
+    assert np.isnan([estimate.low_K, estimate.high_K]).all()
+    two = bootstrap.bootstrap(lambda counts_NR: counts_NR[:1].T, 2, resamples=20, groups=None if n == 1 else ["a", "b"])
+    assert two.low_K < two.high_K
+
+
 def test_single_class_or_unlabelled_columns_give_nan_without_warning(recwarn):
     labels_NL = np.array([[1, 0, np.nan, 1], [1, 0, np.nan, 0], [1, 0, np.nan, np.nan]], float)
     auroc_L, low_L, _ = bootstrap_auroc(np.arange(12.0).reshape(3, 4), labels_NL, resamples=10)

@@ -136,6 +136,12 @@ def test_roc_band_is_nan_if_most_resamples_have_a_single_class():
     assert np.isnan(curve.high_G).all()
 
 
+def test_roc_band_of_a_single_patient_is_nan():
+    curve = curves.roc_curve(np.array([0.1, 0.9, 0.5]), np.array([0.0, 1.0, 0.0]), resamples=20, groups=["a"] * 3)
+    assert np.isnan(curve.low_G).all()
+    assert np.isnan(curve.high_G).all()
+
+
 def test_roc_curve_of_single_class_is_none():
     assert curves.roc_curve(np.array([0.1, 0.2]), np.array([1.0, np.nan])) is None
 
