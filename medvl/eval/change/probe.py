@@ -12,7 +12,7 @@ from torch import Tensor
 from medvl.errors import EvaluationError
 from medvl.eval.core.metrics import Array
 from medvl.eval.probing.evaluate import choose_probe
-from medvl.eval.probing.solver import Standardizer
+from medvl.eval.probing.solver import Standardizer, comparable_probabilities
 from medvl.schema import CHANGES
 
 
@@ -48,5 +48,5 @@ def cross_validated_scores(
         standardize = Standardizer.fit(vector_ND[train_N])
         train_x, valid_x, test_x = (standardize(vector_ND[rows_N]) for rows_N in (train_N, valid_N, test_N))
         probe = choose_probe(train_x, y_NK[train_N], valid_x, y_NK[valid_N]).probe
-        scores_NK[test_N] = probe.probability_NL(test_x)
+        scores_NK[test_N] = comparable_probabilities(probe, test_x, y_NK[train_N])
     return scores_NK.reshape(class_NLC.shape)

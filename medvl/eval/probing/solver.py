@@ -98,6 +98,21 @@ def fit_logistic(
     return LinearProbe(weight_LD.detach(), bias_L.detach(), steepest <= 2 * tolerance)
 
 
+def comparable_probabilities(probe: LinearProbe, x_ND: Tensor, y_NL: Array) -> Array:
+    """Return probabilities (N, L) for a choice between labels.
+
+    A label that has a single class in training gets the probability of that class, 1 or 0. The 0.5 of `fit_logistic`
+    would be above those of labels that the probe has learned.
+
+    Args:
+        probe: from `fit_logistic`.
+        x_ND: standardised features.
+        y_NL: labels that the probe was fitted to.
+    """
+    positive_L, negative_L = (y_NL == 1).any(axis=0), (y_NL == 0).any(axis=0)
+    return np.where(positive_L == negative_L, probe.probability_NL(x_ND), positive_L.astype(np.float64))
+
+
 def fit_path(x_ND: Tensor, y_NL: Array, penalties: Sequence[float]) -> dict[float, LinearProbe]:
     """Return penalty -> probe, fitted from the largest penalty down, each from the previous solution."""
     probes: dict[float, LinearProbe] = {}

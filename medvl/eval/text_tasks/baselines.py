@@ -14,8 +14,7 @@ import numpy as np
 import torch
 
 from medvl.data.text_tasks.tasks import TextExample, TextTask
-from medvl.eval.core.metrics import Array
-from medvl.eval.probing.solver import fit_logistic
+from medvl.eval.probing.solver import comparable_probabilities, fit_logistic
 from medvl.eval.text_tasks.metrics import Predicted, entity_spans
 
 _WORD = re.compile(r"\w+|[@$]\w+[$]?")
@@ -87,7 +86,7 @@ def _bag_of_words(task: TextTask, train: Sequence[TextExample], test: Sequence[T
     labels = [example.label if isinstance(example.label, tuple) else (example.label,) for example in train]
     y_NL = np.array([[float(name in of_example) for name in task.labels] for of_example in labels])
     probe = fit_logistic(_presence(train, index), y_NL, _PENALTY)
-    scores_NL: Array = probe.probability_NL(_presence(test, index))
+    scores_NL = comparable_probabilities(probe, _presence(test, index), y_NL)
     if task.kind == "documents":
         return [tuple(name for name, p in zip(task.labels, row, strict=True) if p > 0.5) for row in scores_NL]
     return [task.labels[int(row.argmax())] for row in scores_NL]

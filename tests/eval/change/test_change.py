@@ -156,6 +156,16 @@ def test_probes_score_patients_that_they_have_not_seen() -> None:
     assert not same_N[3:].all()
 
 
+def test_probes_do_not_predict_a_change_that_they_were_not_trained_on() -> None:
+    generator = torch.Generator().manual_seed(0)
+    patients = [f"p{number}" for number in range(60)]
+    truth_NL = torch.randint(0, 2, (60, 1), generator=generator).numpy()  # no image is worsening
+    vector_ND = torch.randn(60, 4, generator=generator) + torch.from_numpy(4 * truth_NL)
+    scores_NLC = cross_validated_scores(vector_ND, truth_NL, patients, folds=3, seed=0)
+    assert (scores_NLC[..., CHANGES.index("worsening")] == 0).all()
+    assert (scores_NLC.argmax(axis=2) == truth_NL).mean() > 0.9
+
+
 def test_data_without_labels_of_change_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys.modules[__name__], "LABELS", [{}, {}])
     with raises(EvaluationError, "missing", "data"):

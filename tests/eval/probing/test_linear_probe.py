@@ -23,7 +23,7 @@ from medvl.eval import linear_probe, write_probe_page
 from medvl.eval.classification.label_policy import LabelPolicy
 from medvl.eval.core.publish import PageHeader
 from medvl.eval.probing.features import FeatureTable, ProbedEncoder, encode_features
-from medvl.eval.probing.solver import Standardizer, fit_logistic, fit_path
+from medvl.eval.probing.solver import Standardizer, comparable_probabilities, fit_logistic, fit_path
 
 NAMES = ("Edema", "Fracture", "Cardiomegaly")
 
@@ -92,6 +92,16 @@ def test_single_class_label_gets_probability_one_half():
     probe = fit_logistic(x_ND, y_NL, 0.01)
     assert (probe.probability_NL(x_ND)[:, 1:] == 0.5).all()
     torch.testing.assert_close(probe.weight_LD[:1], alone.weight_LD, atol=5e-3, rtol=0)
+
+
+def test_probabilities_to_choose_between_labels_are_those_of_the_only_class():
+    data = table(100, 5, "a")
+    x_ND, y_NL = Standardizer.fit(data.x_ND)(data.x_ND), np.repeat(data.labels_NL[:, :1], 4, axis=1)
+    y_NL[:, 1:] = [0, 1, np.nan]
+    probe = fit_logistic(x_ND, y_NL, 0.01)
+    found_NL = comparable_probabilities(probe, x_ND, y_NL)
+    np.testing.assert_array_equal(found_NL[:, 0], probe.probability_NL(x_ND)[:, 0])
+    np.testing.assert_array_equal(found_NL[:, 1:], np.tile([0, 1, 0.5], (100, 1)))
 
 
 def test_standardizer_zeros_constant_features():
