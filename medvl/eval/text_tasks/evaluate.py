@@ -17,11 +17,11 @@ Letters: N examples, R resamples.
 """
 
 import dataclasses
-import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from medvl.common.checks import check_within
@@ -299,7 +299,7 @@ def _rows(
     documents = [example.document for example in test]
     rows = list(measure(groups, len(test), resamples=options.resamples, seed=options.seed, groups=documents))
     if len(run.metrics) > 1:
-        spread = statistics.stdev(metric() for metric in run.metrics)
+        spread = float(np.std([metric() for metric in run.metrics], ddof=1))
         rows.append(MetricRow(metric=f"{task.metric}_sd", target=task.name, n=len(run.metrics), value=spread))
     return rows
 

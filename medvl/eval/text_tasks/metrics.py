@@ -8,7 +8,7 @@ Letters: N examples, K sums, R resamples.
   scorer; the text of the PubMedBERT paper could be read as F1 within each abstract.
 * "micro_f1" of relations: from the summed counts of all classes but "no relation".
 * "micro_f1" of documents: over all decisions of all labels.
-* "pearson": correlation of scores.
+* "pearson": correlation of scores; NaN where one side is constant up to the rounding of float32.
 * "accuracy": share of right answers.
 """
 
@@ -123,6 +123,8 @@ def _class_counts(classes: Sequence[str], pairs: Sequence[tuple[object, object]]
 
 def _moments(values_N2: Array) -> Array:
     centred_N2 = values_N2 - values_N2.mean(axis=0)  # the correlation does not depend on it; the sums stay small
+    varies_2 = (centred_N2**2).sum(axis=0) > _CONSTANT * (values_N2**2).sum(axis=0)
+    centred_N2 = np.where(varies_2, centred_N2, 0.0)
     x_N, y_N = centred_N2.T
     return np.stack([np.ones_like(x_N), x_N, y_N, x_N * x_N, y_N * y_N, x_N * y_N], axis=1)
 

@@ -31,6 +31,7 @@ from medvl.eval import (
 from medvl.eval.compare.compare import compare, find_runs
 from medvl.eval.core.metric_rows import MetricRow, measure
 from medvl.eval.core.results import Results, write_results
+from medvl.eval.text_tasks import evaluate
 from medvl.eval.text_tasks.aggregate import ScoredTask, score_rows
 from medvl.eval.text_tasks.baselines import baselines
 from medvl.eval.text_tasks.encoding import encode_task
@@ -128,6 +129,9 @@ def test_correlation_does_not_depend_on_the_scale(scale: float) -> None:
     metric = summed_metric(TASKS["biosses"], truth, [scale * 0.37, scale * 0.37, scale * 0.37, scale * 0.9])
     counts_NR = np.array([[7.0, 6.0, 7.0, 0.0]]).T  # all drawn guesses are equal
     assert np.isnan(mean_over_seeds([metric], MetricRow(metric="pearson", target="x", n=4)).statistic(counts_NR)).all()
+    rounded = [scale * float(np.float32(2.5) + np.float32(2.4e-7 * place)) for place in (0, 1, 1, 0)]
+    assert len(set(rounded)) == 2
+    assert np.isnan(summed_metric(TASKS["biosses"], truth, rounded)())
     answers = summed_metric(TASKS["pubmedqa"], ["yes", "no", "maybe"], ["yes", "no", "no"])
     assert answers() == pytest.approx(2 / 3)
     tags = summed_metric(TASKS["bc2gm"], [("B", "I", "O"), ("B", "O", "B")], [("B", "O", "O"), ("B", "O", "B")])
@@ -146,6 +150,26 @@ def test_baselines() -> None:
     assert found == {"constant": ["1", "1"], "bag of words": ["0", "1"]}
     answers = baselines(TASKS["pubmedqa"], make(["yes", "yes", "no"], texts[:3]), make(["no"], [("x",)]))
     assert answers["constant"] == ["yes"]
+
+
+def test_bag_of_words_does_not_predict_classes_without_training_examples() -> None:
+    texts = [("good study",), ("bad study",)] * 10
+    found = baselines(TASKS["pubmedqa"], make(["maybe", "no"] * 10, texts), make(["no"] * 2, [("bad",), ("good",)]))
+    assert found["bag of words"] == ["no", "maybe"]
+    always = TASKS["hoc"].labels[0]
+    found = baselines(TASKS["hoc"], make([(always,)] * 20, texts), make([(always,)], [("bad",)]))
+    assert found["bag of words"] == [(always,)]
+
+
+def test_a_seed_with_constant_predictions_leaves_the_correlation_undefined(
+    encoder: EvaluatedEncoder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    by_seed = iter([[float(number) for number in range(12)], [2.5] * 12])
+    monkeypatch.setattr(evaluate, "finetune", lambda *arguments, **options: None)
+    monkeypatch.setattr(evaluate, "predict", lambda *arguments, **options: next(by_seed))
+    options = TextTaskOptions(grid=FinetuneGrid(lrs=(1e-3,), batches=(16,), epochs=(1,)), seeds=2, resamples=5)
+    results = evaluate_text_tasks(encoder, write_data(tmp_path), ["biosses"], options).results
+    assert np.isnan([results.row(metric, "biosses").value for metric in ("pearson", "pearson_sd")]).all()
 
 
 WORDS = ("alpha", "beta", "gamma", "delta", "zinc", "iron", "lead", "gold")
