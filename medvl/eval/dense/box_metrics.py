@@ -42,13 +42,15 @@ class APConvention:
     """Recalls from 0 to 1 that precision is averaged over; "all" is the area under the curve."""
     taken: Literal["next_best", "false_positive"] = "next_best"
     """A detection whose best box is matched already gets the best of the other boxes, or is a false positive."""
+    equal_overlaps: Literal["first", "last"] = "first"
+    """Box that a detection is matched with if it overlaps several equally."""
     most: int | None = None
     """Number of detections per image and label that count; None for all."""
 
 
 AP_CONVENTIONS: Mapping[APConventionName, APConvention] = {
     "medvl": APConvention(),
-    "coco": APConvention(ties="in_order", most=100),
+    "coco": APConvention(ties="in_order", equal_overlaps="last", most=100),
     "voc2007": APConvention(edge_pixels=1.0, ties="in_order", recalls=11, taken="false_positive"),
     "voc2012": APConvention(edge_pixels=1.0, ties="in_order", recalls="all", taken="false_positive"),
 }
@@ -149,7 +151,10 @@ def match_boxes(
     for rank in range(most if widest else 0):  # all images at once; sequential, because matched boxes are taken
         overlap_N1G = box_overlap(boxes_ND4[:, rank, None], truth_NG4, convention.edge_pixels)[:, None]
         overlap_NTG = np.where(free_NTG | (convention.taken == "false_positive"), overlap_N1G, 0.0)
-        best_NT1 = overlap_NTG.argmax(axis=2)[:, :, None]
+        if convention.equal_overlaps == "first":
+            best_NT1 = overlap_NTG.argmax(axis=2)[:, :, None]
+        else:
+            best_NT1 = widest - 1 - overlap_NTG[:, :, ::-1].argmax(axis=2)[:, :, None]
         free_NT1 = np.take_along_axis(free_NTG, best_NT1, axis=2)
         hit_NT1 = (np.take_along_axis(overlap_NTG, best_NT1, axis=2) >= threshold_T[:, None]) & free_NT1
         hits_NDT[:, rank] = hit_NT1[:, :, 0]

@@ -196,6 +196,16 @@ def test_named_conventions_match_the_programs_written_out(grid: int) -> None:
     assert len(different) == 4
 
 
+def test_coco_takes_the_last_of_equally_overlapped_boxes() -> None:
+    """As in pycocotools: the first box stays free for the next detection, which overlaps no other."""
+    truth = np.array([[0.0, 0, 10, 10], [10, 0, 20, 10]])
+    image = ImageDetections(np.array([[5.0, 0, 15, 10], [0, 0, 10, 10]]), np.array([0.9, 0.8]), truth)
+    assert coco_average_precision([image], 0.3) == 1
+    hits = {name: match_boxes([image], (0.3,), convention).hits_NDT for name, convention in AP_CONVENTIONS.items()}
+    assert hits["coco"][0, :, 0].tolist() == [True, True]
+    assert hits["medvl"][0, :, 0].tolist() == hits["voc2012"][0, :, 0].tolist() == [True, False]
+
+
 def test_coco_counts_a_hundred_detections_per_image() -> None:
     box, far = np.array([[0.0, 0, 9, 9]]), np.array([[50.0, 50, 59, 59]])
     many = ImageDetections(np.concatenate([np.repeat(far, 100, 0), box]), np.linspace(1, 0.1, 101), box)
