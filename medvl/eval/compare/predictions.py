@@ -68,7 +68,7 @@ def read_items(folder: Path, results: Results) -> Items | None:
     if reader is None or not path.is_file():
         return None
     try:
-        lines = [parse_json(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+        lines = [parse_json(line) for line in path.read_text(encoding="utf-8").split("\n") if line.strip()]
         if any(field not in line for line in lines for field in reader.needs):
             return None
         named = sorted(

@@ -38,7 +38,7 @@ def read_reports(path: Path, references: Mapping[str, Reference] | None = None) 
     if not path.is_file():
         raise EvaluationError(f"{path} does not exist: give a file with one JSON object per line", "not_found")
     found: dict[str, GeneratedReport] = {}
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+    for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), 1):
         if not line.strip():
             continue
         try:

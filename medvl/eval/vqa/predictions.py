@@ -37,7 +37,7 @@ def read_predictions(path: str | Path) -> dict[str, Prediction]:
     if not path.is_file():
         raise EvaluationError(f"{path} does not exist: give a file with one JSON object per line", "not_found")
     predictions: dict[str, Prediction] = {}
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+    for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), 1):
         if not line.strip():
             continue
         try:

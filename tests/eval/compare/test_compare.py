@@ -100,6 +100,15 @@ def test_predictions_without_subgroups_are_paired_over_all_images(home: Path, tm
     assert not [name for name in differences if "sex" in name]
 
 
+def test_separators_of_unicode_within_a_prediction_end_no_line(home: Path, tmp_path: Path) -> None:
+    shutil.copytree(home / "first", tmp_path / "first")
+    path = tmp_path / "first" / "eval" / "zero_shot" / "predictions.jsonl"
+    lines = [{**json.loads(line), "note": "a\u2028b\x85"} for line in path.read_text().splitlines()]
+    path.write_text("".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines), encoding="utf-8")
+    (differences,) = compared(home / "first", tmp_path / "first", resamples=5).differences
+    assert differences["auroc/macro"].value == 0
+
+
 def test_page_has_summary_differences_curves_and_subgroups(home: Path, tmp_path: Path) -> None:
     comparison = compared(home / "first", home / "second", resamples=20)
     path = write_comparison([comparison], tmp_path)[1]

@@ -152,6 +152,15 @@ def test_the_command_scores_reports_of_another_system(tmp_path: Path, capsys: py
     assert plain.results.row("mean_cider_d", "report").value == results.row("mean_cider_d", "report").value
 
 
+def test_separators_of_unicode_within_a_report_end_no_line(tmp_path: Path) -> None:
+    path = tmp_path / "reports.jsonl"
+    lines = [{"key": key, "generated": "No edema.\u2028Clear.\x85", "reference": "Clear."} for key in "ab"]
+    path.write_text("\n".join(json.dumps(line, ensure_ascii=False) for line in lines), encoding="utf-8")
+    assert [(report.key, report.generated) for report in read_reports(path)] == [
+        ("a", lines[0]["generated"]), ("b", lines[1]["generated"])
+    ]  # fmt: skip
+
+
 def test_malformed_files_of_reports_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "reports.jsonl"
     for line, code in (('{"key": "a"}', "malformed"), ('{"key": "a", "generated": 3, "reference": "x"}', "wrong_type")):

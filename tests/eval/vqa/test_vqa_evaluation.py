@@ -85,6 +85,8 @@ def test_malformed_predictions_are_refused_with_their_line(tmp_path):
     path = tmp_path / "answers.jsonl"
     path.write_text('{"id": 1, "answer": "yes", "answer_type": "closed"}\n\n{"id": "2", "answer": "no"}\n')
     assert read_predictions(path) == {"1": Prediction("yes", "closed"), "2": Prediction("no")}
+    path.write_bytes('{"id": 1, "answer": "left\u2028lung\x85"}\r\n{"id": 2, "answer": "no"}'.encode())
+    assert read_predictions(path) == {"1": Prediction("left\u2028lung\x85"), "2": Prediction("no")}
     for text, code, names in (
         ('{"id": 1, "answer": "yes"}\n{"id": "1", "answer": "no"}', "conflict", "line 2"),
         ('{"id": 1}', "malformed", "line 1"),
