@@ -72,7 +72,7 @@ class Aligned:
     own_N: Array
     """Similarity with the own prompt."""
     other_N: Array
-    """Mean similarity with the other distinct prompts."""
+    """Mean similarity with the other distinct prompts; NaN if there are none."""
     rank_N: Array
     """Rank of the own prompt among the distinct prompts, from 1; a tie counts in the middle."""
     prompts: int
@@ -96,10 +96,11 @@ def align(images: ImageSet, model: DualEncoder, prompts: Sequence[str], loading:
     own = np.array([column_of[prompt] for prompt in images.prompts])
     own_N = similarity_NM[np.arange(len(own)), own]
     above_N, ties_N = (similarity_NM > own_N[:, None]).sum(axis=1), (similarity_NM == own_N[:, None]).sum(axis=1) - 1
-    others = max(len(prompts) - 1, 1)
+    others = len(prompts) - 1
+    other_N = (similarity_NM.sum(axis=1) - own_N) / others if others else np.full(len(own_N), np.nan)
     return Aligned(
         own_N=own_N,
-        other_N=(similarity_NM.sum(axis=1) - own_N) / others,
+        other_N=other_N,
         rank_N=1 + above_N + ties_N / 2,
         prompts=len(prompts),
     )

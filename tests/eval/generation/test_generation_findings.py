@@ -196,6 +196,17 @@ def test_alignment_finds_the_own_prompt(asked, ignorant):
     assert other["recall@1"].value < 0.6
 
 
+def test_alignment_with_other_prompts_is_undefined_where_there_is_one(tmp_path):
+    images = images_of(tmp_path / "one", [PROMPTS[0]] * 6, [PROMPTS[0]] * 6)
+    rows = {
+        row.metric: row
+        for row in alignment_rows(images, align(images, FakeAligner(), PROMPTS[:1], LoaderOptions()), RESAMPLING)
+    }
+    assert np.isnan(rows["alignment_other"].value)
+    assert rows["alignment_other"].n == 0
+    assert not np.isnan(rows["alignment"].value)
+
+
 def test_an_aligner_with_the_generators_text_encoder_is_refused(tmp_path):
     generator = torch.Generator().manual_seed(0)
     weights = {f"text_encoder.{n}.weight": torch.randn(16, 32, generator=generator) for n in range(3)}
