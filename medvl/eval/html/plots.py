@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 POSITIVE_COLOR, NEGATIVE_COLOR, LINE_COLOR, GREY = "#c2410c", "#64748b", "#1d4ed8", "#94a3b8"
 LINE_COLORS = ("#1d4ed8", "#c2410c", "#15803d", "#7e22ce", "#0e7490", "#be185d", "#a16207")
+_ROUNDING = 1e-12  # scores within this share of each other are equal but for rounding
 _INCHES, _DPI = (2.9, 2.5), 200  # the resolution is that of images within a plot
 
 
@@ -102,7 +103,7 @@ def score_plot(name: str, scores_N: Array, labels_N: Array, threshold: float | N
     """Plot normalised histograms of the scores of positives and negatives, with the threshold as a line."""
     figure, axes = _canvas()
     known = ~np.isnan(labels_N)
-    edges = np.histogram_bin_edges(scores_N[known], bins=24).tolist()
+    edges = _bin_edges(scores_N[known])
     sides = ((labels_N == 0, NEGATIVE_COLOR, "negative"), (labels_N == 1, POSITIVE_COLOR, "positive"))
     for chosen, color, side in sides:
         if chosen.any():
@@ -116,6 +117,14 @@ def score_plot(name: str, scores_N: Array, labels_N: Array, threshold: float | N
     anchor = (0.5, 1.0)  # above the axes
     axes.legend(loc="lower center", bbox_to_anchor=anchor, ncols=3, fontsize=6.5, frameon=False, columnspacing=1)
     return _finish(name, figure, axes, "score", "density")
+
+
+def _bin_edges(values_N: Array, bins: int = 24) -> list[float]:
+    """Return the edges of bins over all values; values that differ by rounding only share one, as equal ones do."""
+    low, high = float(values_N.min()), float(values_N.max())
+    if high - low <= _ROUNDING * max(abs(low), abs(high)):
+        low, high = low - 0.5, high + 0.5
+    return np.linspace(low, high, bins + 1).tolist()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

@@ -20,6 +20,7 @@ from medvl.eval import load_prompts, write_zero_shot_page, zero_shot
 from medvl.eval.core.metric_rows import MetricRow
 from medvl.eval.core.publish import PageHeader
 from medvl.eval.core.results import Results
+from medvl.eval.html import plots
 from medvl.eval.html.header import header_facts, headline
 from medvl.eval.html.page import (
     Card,
@@ -176,6 +177,12 @@ def test_plots_do_not_use_global_matplotlib_state():
         "assert 'matplotlib' in sys.modules and 'matplotlib.pyplot' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+
+
+def test_scores_that_differ_by_rounding_are_plotted():
+    """Probabilities that a sigmoid rounds to 1 or to the number before; NumPy has no 24 bins between them."""
+    plot = plots.score_plot("s", np.array([1.0, np.nextafter(1, 0), 1.0]), np.array([0.0, 1.0, 1.0]), None)
+    assert plot.svg.startswith(b"<?xml")
 
 
 def test_statistics_import_without_torch():
