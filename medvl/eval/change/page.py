@@ -4,6 +4,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 
 from medvl.eval.change.evaluate import ChangeResult
 from medvl.eval.core.publish import PageHeader
@@ -96,29 +97,40 @@ def _accuracy_table(result: ChangeResult) -> Table:
     )
 
 
+def _predicted(result: ChangeResult) -> NDArray[np.int64]:
+    """Return the predicted class (N, L); -1 for a tie of the highest scores, which the metrics count as wrong."""
+    highest_NL1 = result.scores_NLC.max(axis=2, keepdims=True)
+    tied_NL = (result.scores_NLC == highest_NL1).sum(axis=2) > 1
+    return np.where(tied_NL, -1, result.scores_NLC.argmax(axis=2))
+
+
 def _confusion_table(result: ChangeResult) -> Table:
-    predicted_NL = result.scores_NLC.argmax(axis=2)
+    predicted_NL = _predicted(result)
     rows = []
     for truth, name in enumerate(CHANGES):
-        counts = np.bincount(predicted_NL[result.truth_NL == truth], minlength=len(CHANGES))
-        shares = [f"{count / max(counts.sum(), 1):.2f}" for count in counts]
-        rows.append([name.capitalize(), *shares, f"{counts.sum():,}"])
+        of_class = predicted_NL[result.truth_NL == truth]
+        counts = np.bincount(of_class[of_class >= 0], minlength=len(CHANGES))
+        shares = [f"{count / max(len(of_class), 1):.2f}" for count in counts]
+        rows.append([name.capitalize(), *shares, f"{len(of_class):,}"])
     return Table(
         title="Confusion",
         columns=["Label", *(f"Predicted {change}" for change in CHANGES), "Labels"],
         rows=rows,
-        caption="Share of the labels of each class that were predicted as each class, over all findings.",
+        caption="Share of the labels of each class that were predicted as each class, over all findings. A tie of the "
+        "highest scores predicts none.",
     )
 
 
 def _gallery(result: ChangeResult, pixels: Pixels, prior_pixels: Pixels, examples: int) -> Pictures:
-    predicted_NL = result.scores_NLC.argmax(axis=2)
+    predicted_NL = _predicted(result)
     labelled_NL = result.truth_NL >= 0
     strips = []
     for title, chosen_NL in (("Correct", predicted_NL == result.truth_NL), ("Wrong", predicted_NL != result.truth_NL)):
         places = np.argwhere(chosen_NL & labelled_NL)
         for row, column in places[np.linspace(0, len(places) - 1, min(examples, len(places))).astype(int)]:
-            strips.append(Strip(title=title, pictures=list(_pair(result, int(row), int(column), pixels, prior_pixels))))
+            predicted = int(predicted_NL[row, column])
+            shown = _pair(result, int(row), int(column), predicted, pixels, prior_pixels)
+            strips.append(Strip(title=title, pictures=list(shown)))
     return Pictures(
         title="Pairs",
         kind="thumbnails",
@@ -127,10 +139,12 @@ def _gallery(result: ChangeResult, pixels: Pixels, prior_pixels: Pixels, example
     )
 
 
-def _pair(result: ChangeResult, row: int, column: int, pixels: Pixels, prior_pixels: Pixels) -> Iterator[Picture]:
+def _pair(
+    result: ChangeResult, row: int, column: int, predicted: int, pixels: Pixels, prior_pixels: Pixels
+) -> Iterator[Picture]:
     finding, position = result.findings[column], result.positions[row]
-    predicted = CHANGES[int(result.scores_NLC[row, column].argmax())]
-    lines = (finding, f"label {CHANGES[result.truth_NL[row, column]]}", f"predicted {predicted}")
+    answer = f"predicted {CHANGES[predicted]}" if predicted >= 0 else "a tie"
+    lines = (finding, f"label {CHANGES[result.truth_NL[row, column]]}", answer)
     yield Picture(
         source=thumbnail_uri(prior_pixels(position)),
         alternative=f"prior image of the image on its right ({finding})",

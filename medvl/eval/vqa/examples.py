@@ -1,5 +1,6 @@
 """Examples of correct and wrong answers for the page, each with the model's answers and attention maps."""
 
+import functools
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 
@@ -76,15 +77,13 @@ def example_cards(
 def _card(result: VQAResult, index: int, pixels: Pixels | None, explanation: Explanation | None) -> Card:
     question = result.data.questions[index]
     prediction = result.systems[MODEL].get(question.id)
-    protocol = result.protocol
-    accepted = protocol.accepted(question)
-    choices = []
+    credit, choices = functools.partial(result.protocol.credit, question=question), []
     if prediction is not None:
-        right = protocol.normalize(prediction.answer) in accepted
+        right = credit(prediction.answer) >= 1
         choices.append(Choice(text=prediction.answer, score=_probability(prediction), right=right))
     if explanation is not None:
         choices += [
-            Choice(text=answer, score=score, right=protocol.normalize(answer) in accepted)
+            Choice(text=answer, score=score, right=credit(answer) >= 1)
             for answer, score in explanation.answers
             if prediction is None or answer != prediction.answer
         ]

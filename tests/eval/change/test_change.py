@@ -207,6 +207,20 @@ def test_page_shows_accuracies_confusion_and_pairs(tmp_path: Path) -> None:
     assert {"Confusion", "Correct", "Wrong"} <= set(text)
 
 
+def test_page_counts_a_tie_as_wrong(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    model = Comparer(ANSWERS)
+    monkeypatch.setattr(model, "embed_images", lambda image_BCHW: Embeddings(torch.ones(len(image_BCHW), 3)))
+    result = evaluate(model, use_prior=False)
+    assert result.results.row("accuracy", "macro").value == 0
+    pixels = Pairs().pixels
+    header = PageHeader(model="m", data="d")
+    page = write_change_page(result, tmp_path / "index.html", header, pixels=pixels, prior_pixels=pixels)
+    text = read(page).text
+    assert "a tie" in text
+    assert "Correct" not in text
+    assert "1.00" not in text
+
+
 def test_command_needs_a_dual_encoder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         cli.main(["eval", "change", "--checkpoint", str(tmp_path / "none"), "--data", str(tmp_path)])

@@ -15,6 +15,7 @@ from medvl.errors import EvaluationError
 from medvl.eval import AnswerVocabulary, VQAData, VQAProtocol, evaluate_answers, read_results
 from medvl.eval.vqa.answer_normalization import NORMALIZERS
 from medvl.eval.vqa.baselines import baselines
+from medvl.eval.vqa.examples import example_cards
 from medvl.eval.vqa.predictions import Prediction, constant_predictions, predictions_from_scores, read_predictions
 from medvl.eval.vqa.protocol import PROTOCOLS, PUBLISHED_PROTOCOLS, get_protocol
 from medvl.eval.vqa.published_protocols import published_protocols_table
@@ -304,6 +305,13 @@ def test_llava_med_credits_substrings(answer, gold, credit):
 )  # fmt: skip
 def test_mumc_credits_parts_of_the_right_answer(answer, gold, credit):
     assert get_protocol("mumc").credit(answer, make_question("1", "?", gold)) == credit
+
+
+def test_examples_mark_answers_as_the_protocol_credits_them():
+    for name, right in (("mumc", True), ("medvl", False)):
+        result = evaluate_answers(DATA, {"3": Prediction("left")}, protocol=name, resamples=0)
+        (deck,) = example_cards(result, None, None, {(right, "open"): [2]}).decks
+        assert [choice.right for choice in deck.cards[0].choices] == [right]
 
 
 def test_ceiling_counts_parts_of_answers_where_the_protocol_does():
