@@ -30,7 +30,7 @@ class Standardizer:
         """Return the standardisation by mean and standard deviation of these features."""
         x_ND = x_ND.double()
         std_D = x_ND.std(dim=0, unbiased=False)
-        varies_D = std_D > 1e-6 * (1 + x_ND.abs().mean(dim=0))
+        varies_D = std_D > 1e-6 * x_ND.abs().mean(dim=0)  # relative: features may be of any scale
         return cls(x_ND.mean(dim=0), torch.where(varies_D, 1 / std_D.clamp(min=1e-30), torch.zeros_like(std_D)))
 
     def __call__(self, x_ND: Tensor) -> Tensor:

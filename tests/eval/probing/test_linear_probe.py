@@ -111,6 +111,14 @@ def test_standardizer_zeros_constant_features():
     torch.testing.assert_close(z_ND[:, ::2].std(dim=0, unbiased=False), torch.ones(2, dtype=torch.float64))
 
 
+def test_standardized_features_do_not_depend_on_the_scale():
+    """Encoders with random weights may have features far below 1."""
+    x_ND = torch.randn(50, 3, generator=torch.Generator().manual_seed(0)).double()
+    torch.testing.assert_close(Standardizer.fit(1e-9 * x_ND)(1e-9 * x_ND), Standardizer.fit(x_ND)(x_ND))
+    constant_ND = torch.full((50, 3), 0.3e-9)
+    assert (Standardizer.fit(constant_ND)(constant_ND) == 0).all()
+
+
 # Draws
 
 
