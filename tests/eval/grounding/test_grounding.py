@@ -321,7 +321,8 @@ def test_predictions_depend_only_on_their_own_image_and_are_json(result: Groundi
 def test_intervals_resample_patients() -> None:
     one = evaluate(make_loader(patients=1)).results.row("cnr", "overall")
     many = evaluate(make_loader()).results.row("cnr", "overall")
-    assert one.low == one.high == pytest.approx(one.value)
+    assert np.isfinite(one.value)
+    assert np.isnan([one.low, one.high]).all()  # six images of one patient
     assert many.low < many.high
 
 
