@@ -22,6 +22,7 @@ from medvl.schema import NEGATIVE, POSITIVE, UNCERTAIN
 _WORDS = {POSITIVE: "", NEGATIVE: "no ", UNCERTAIN: "possible "}
 _NAMES = {"Pleural Other": "pleural thickening", "Support Devices": "support device"}
 """Findings whose names are not nouns of a sentence."""
+_PRESENT = re.compile(r"There is (?!no |possible )(.+)\.")
 _CLAUSE_END = re.compile(r"[;:,.]|\b(?:but|while|whereas|although|with)\b")
 SIDES = {
     "left": "left|lt|l[ul]l",
@@ -50,6 +51,12 @@ def statement(finding: str, value: int = POSITIVE, place: str = "") -> str:
     name = _NAMES.get(finding, finding).lower()
     article = "" if place.startswith("both ") else "the "
     return f"There is {_WORDS[value]}{name}{f' of {article}{place}' if place else ''}."
+
+
+def stated_name(text: str) -> str:
+    """Return X of a text "There is X.", and any other text as it is."""
+    found = _PRESENT.fullmatch(text)
+    return text if found is None else found[1]
 
 
 def statements_of(text: str) -> list[str]:

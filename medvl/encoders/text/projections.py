@@ -50,5 +50,8 @@ def text_projection(kind: str, width: int) -> tuple[nn.Module, int]:
 
 
 def knowledge_head(width: int, out: int) -> nn.Sequential:
-    """Return BERT's pooler and the head behind it that KAD trains on knowledge."""
+    """Return BERT's pooler and the head behind it that KAD trains on knowledge, with torch's default initialisation.
+
+    The released code draws the weights of the head from N(0, 1 / `width`).
+    """
     return nn.Sequential(nn.Linear(width, width), nn.Tanh(), nn.Linear(width, width), nn.GELU(), nn.Linear(width, out))

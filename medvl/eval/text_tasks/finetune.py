@@ -1,7 +1,8 @@
 """Fine-tuning of a text encoder with a linear head on one text task (Gu et al. 2021, Section 4.2).
 
-AdamW, a linear warm-up over 10 % of the steps and a linear decay to 0, dropout 0.1, the gradient's norm at most 1. The
-last weights are used: the number of epochs is a setting that is chosen on the dev split, as the learning rate.
+AdamW without weight decay of biases and norms, a linear warm-up over 10 % of the steps and a linear decay to 0, dropout
+0.1, the gradient's norm at most 1. The last weights are used: the number of epochs is a setting that is chosen on the
+dev split, as the learning rate.
 """
 
 import dataclasses
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from medvl.common.checks import check_within
 from medvl.common.seeding import derive, preserve_generators, reseed
-from medvl.encoders import TextEncoder
+from medvl.encoders import TextEncoder, parameter_groups
 from medvl.eval.text_tasks.encoding import Batch, EncodedTask
 from medvl.eval.text_tasks.metrics import Predicted
 from medvl.models.downstream.text_head import TextHead, TextPool
@@ -73,7 +74,7 @@ def finetune(
     with preserve_generators(device):
         reseed(seed, device)
         model = TextHead(make_encoder(), output_count(train), pool).to(device)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=settings.lr, weight_decay=_WEIGHT_DECAY)
+        optimizer = torch.optim.AdamW(parameter_groups(model, settings.lr, _WEIGHT_DECAY), lr=settings.lr)
         steps = settings.epochs * -(-len(train) // settings.batch)
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _rate(step, steps))
         model.train()

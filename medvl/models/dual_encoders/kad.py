@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from medvl import losses
 from medvl.common.checks import check_choice, check_within
+from medvl.data.reports.statements import stated_name
 from medvl.encoders import ImageEncoder, TextEncoder
 from medvl.encoders.text.projections import knowledge_head
 from medvl.losses.gather import gather
@@ -52,7 +53,11 @@ class KADConfig(QueryConfig):
 
 @register_system("kad")
 class KAD(QueryEncoder):
-    """Cross-entropy of each entity's presence in image and report, and InfoNCE of both (knowledge-enhanced stage)."""
+    """Cross-entropy of each entity's presence in image and report, and InfoNCE of both (knowledge-enhanced stage).
+
+    The text encoder is frozen. The head behind it is trained, because only `kebert` has weights for it; the released
+    code freezes both or neither.
+    """
 
     Config = KADConfig
     shared_encoders = ("image_encoder", "text_encoder", "text_head")
@@ -66,6 +71,10 @@ class KAD(QueryEncoder):
     def sentences_of(cls, config: Any) -> list[tuple[str, ...]]:
         """See the base class: names."""
         return [(config.descriptions.get(name, name.lower()),) for name in config.entities]
+
+    def query_text(self, text: str) -> str:
+        """See the base class: of a statement "There is X." the name, because entities are asked by their names."""
+        return stated_name(text)
 
     @classmethod
     def make_heads(cls, config: Any, image_encoder: ImageEncoder, text_encoder: TextEncoder) -> dict[str, Any]:

@@ -37,6 +37,7 @@ class MedKLIPConfig(QueryConfig):
     place the report names count. As published, "unspecified" is a place as well, so that a report without the place
     counts as an error."""
     place_weight: float = 1.0
+    """0 leaves places out, and their layer untrained."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -55,7 +56,7 @@ class MedKLIP(QueryEncoder):
 
     def __init__(self, config: MedKLIPConfig, *args: Any, places: QueryBook, place: nn.Module, **kwargs: Any) -> None:
         super().__init__(config, *args, **kwargs)
-        self.places, self.place = places, place
+        self.places, self.place = places, place.requires_grad_(config.place_weight > 0)
         self.inputs = Inputs(labels=True, positions=config.place_weight > 0)
 
     @classmethod

@@ -42,7 +42,8 @@ class RadZero(TextMaps, TokenLayers, LearnedScale):
 
     The loss is the mean of the contrast of a statement over images and of an image over statements, as in the released
     code; the paper has their sum. The released code takes exponentials without a log-sum-exp, so that hard pairs have
-    no gradient and a scale above 88 overflows; here they do not.
+    no gradient and a scale above 88 overflows; here they do not. Norms of the trained layers have an epsilon of 1e-5,
+    not DINOv2's 1e-6.
     """
 
     Config = RadZeroConfig

@@ -55,8 +55,10 @@ class MRM(MaskedPixels, RecordWordModel):
     """Pixels of removed patches, at twice the encoder's resolution, and masked words of the report.
 
     The loss of words is over masked words alone: the released code counts padding and visible words as well, 36 to 42 %
-    and about 30 % of its terms. The pixel decoder's weights start as BERT's, not as MAE's (Xavier, uniform). Samples
-    without a report have pixels only. Encoders start other systems with `init_from` or `load_towers`.
+    and about 30 % of its terms. New weights start as BERT's or torch's, where the released code draws those of all
+    linear layers as MAE (Xavier, uniform). The image encoder's positions, which stay sines and cosines in MAE and MRM,
+    are trained. Samples without a report have pixels only. Encoders start other systems with `init_from` or
+    `load_towers`.
     """
 
     Config = MRMConfig

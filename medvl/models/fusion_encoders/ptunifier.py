@@ -66,9 +66,10 @@ class PTUnifier(DualStreamModel):
 
     The released code takes no gradient through the selected prompts, and never computes its contrastive loss; here both
     are trained. The pools learn at the fusion-encoder's rate. Every input is encoded once for all objectives; negatives
-    of ITM are other images of the batch. Not in the paper: with a CNN, prompts enter at the fusion-encoder, behind
-    their mean, and the query is the mean of the cells there; a query that is not as wide as its pool is mapped by a
-    fixed random matrix. Layer norms of the fusion layers have the epsilon of M3AE's, 1e-12, not RoBERTa's 1e-5.
+    of ITM are other images of the batch, those of contrast also images with an equal text. Not in the paper: with a
+    CNN, prompts enter at the fusion-encoder, behind their mean, and the query is the mean of the cells there; a query
+    that is not as wide as its pool is mapped by a fixed random matrix. Layer norms of the fusion layers have the
+    epsilon of M3AE's, 1e-12, not RoBERTa's 1e-5.
     """
 
     Config = PTUnifierConfig

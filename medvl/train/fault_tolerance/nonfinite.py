@@ -46,7 +46,8 @@ class LossSpikeDetector:
 class BufferGuard:
     """Copy of a model's buffers from before a step, to restore when the step is skipped.
 
-    The forward pass itself changes them (running statistics, queues), so skipping the update is not enough.
+    The forward pass itself changes them (running statistics, queues), so skipping the update is not enough. Buffers of
+    modules with `written_once` (`QueryBook`) are left as they are.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -55,14 +56,18 @@ class BufferGuard:
 
     def save(self) -> None:
         """Copy the buffers."""
-        buffers = list(self._model.buffers())
+        buffers = self._buffers()
         if [buffer.shape for buffer in buffers] != [saved.shape for saved in self._saved]:
             self._saved = [torch.empty_like(buffer) for buffer in buffers]
         _copy(self._saved, buffers)
 
     def restore(self) -> None:
         """Restore the buffers of the last `save`."""
-        _copy(list(self._model.buffers()), self._saved)
+        _copy(self._buffers(), self._saved)
+
+    def _buffers(self) -> list[Tensor]:
+        kept = (module for module in self._model.modules() if not getattr(module, "written_once", False))
+        return [buffer for module in kept for buffer in module.buffers(recurse=False)]
 
 
 def _copy(to: list[Tensor], source: list[Tensor]) -> None:

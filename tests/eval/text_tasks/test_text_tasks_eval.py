@@ -214,6 +214,26 @@ def test_fine_tuning_learns_and_repeats_itself(encoder: EvaluatedEncoder) -> Non
     assert all(parameter.grad is not None for parameter in first.parameters())
 
 
+def test_biases_and_norms_are_not_decayed(encoder: EvaluatedEncoder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor in the optimiser of BERT's released code."""
+    created: list[torch.optim.Optimizer] = []
+
+    class Recorded(torch.optim.AdamW):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            created.append(self)
+
+    monkeypatch.setattr(torch.optim, "AdamW", Recorded)
+    train = encode_task(TASKS["bc5-chem"], sentences(8, 0), tokenizer_of(encoder))
+    settings = FinetuneSettings(lr=1e-3, batch=8, epochs=1)
+    model = finetune(lambda: encoder.make(0), train, settings, pool="tokens", seed=0, device=torch.device("cpu"))
+    (optimizer,) = created
+    decays = {parameter: group["weight_decay"] for group in optimizer.param_groups for parameter in group["params"]}
+    assert set(decays) == set(model.parameters())
+    assert all(decay == (0.01 if parameter.ndim > 1 else 0.0) for parameter, decay in decays.items())
+    assert {group["initial_lr"] for group in optimizer.param_groups} == {1e-3}
+
+
 def test_batches_hold_each_example_once(encoder: EvaluatedEncoder) -> None:
     data = encode_task(TASKS["bc5-chem"], sentences(50, 0), tokenizer_of(encoder))
     for seed in (None, 1, 2):

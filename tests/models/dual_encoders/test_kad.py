@@ -58,6 +58,15 @@ def test_the_loss_is_presence_in_image_and_report_and_their_contrast() -> None:
     torch.testing.assert_close(ignored(batch).terms["presence"], entropy(model, states_BQD, mentioned))
 
 
+def test_statements_about_other_findings_are_asked_by_their_names() -> None:
+    """As the entities are, and as the released code asks for classes that training did not have."""
+    model = kad().eval()
+    asked_ME = model.embed_texts(["There is clear heart.", "clear heart", "There is no heart."]).global_NE
+    expected_ME = model.sentence_vectors(["clear heart", "There is no heart."])
+    torch.testing.assert_close(asked_ME, expected_ME[[0, 0, 1]])
+    assert not torch.allclose(expected_ME[0], model.sentence_vectors(["There is clear heart."])[0])
+
+
 def test_equal_reports_are_positives() -> None:
     model, batch = kad().eval(), make_batch()
     batch = dataclasses.replace(batch, ids_BT=batch.ids_BT[:1].repeat(4, 1), mask_BT=batch.mask_BT[:1].repeat(4, 1))

@@ -23,6 +23,7 @@ from medvl.models import MedKLIP
 from medvl.models.dual_encoders.bases import queries
 from medvl.models.dual_encoders.parts.query_decoder import QueryDecoder, QueryDecoderConfig
 from medvl.schema import Batch, Inputs, Sample
+from medvl.train.fault_tolerance.nonfinite import BufferGuard
 
 ENTITIES = ("Edema", "Pneumothorax", "Pleural Effusion")
 
@@ -209,6 +210,31 @@ def test_the_book_is_saved_and_belongs_to_its_sentences(tmp_path: Path) -> None:
     other.load_state_dict(model.state_dict())
     with raises(CheckpointError, "mismatch", "entities"):
         other(batch)
+
+
+def test_a_skipped_first_step_leaves_the_books_and_an_empty_one_that_is_loaded_is_filled() -> None:
+    """A checkpoint from before the first step has no vectors yet; a run can roll back to it."""
+    model, batch = medklip().train(), make_batch()
+    empty = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    guard = BufferGuard(model)
+    guard.save()
+    model(batch)
+    guard.restore()
+    filled = model.book.vectors_QD.clone(), model.places.vectors_QD.clone()
+    assert all(vectors_QD.any(dim=1).all() for vectors_QD in filled)
+    model.load_state_dict(empty)
+    model(batch)
+    for book, vectors_QD in zip((model.book, model.places), filled, strict=True):
+        torch.testing.assert_close(book.vectors_QD, vectors_QD)
+
+
+def test_without_places_every_trained_parameter_has_a_gradient() -> None:
+    """DDP waits for the gradient of each."""
+    model, batch = medklip(place_weight=0.0).train(), make_batch()
+    model(batch).total.backward()
+    assert [name for name, p in model.named_parameters() if p.requires_grad and p.grad is None] == []
+    frozen = {name.partition(".")[0] for name, p in model.named_parameters() if not p.requires_grad}
+    assert frozen == {"text_encoder", "place"}
 
 
 def test_a_batch_with_other_labels_or_without_positions_is_refused() -> None:

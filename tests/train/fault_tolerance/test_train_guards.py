@@ -16,6 +16,7 @@ from helpers.train_fakes import FakeLoader, TwoTowers, TwoTowersConfig, make_bat
 from torch import nn
 
 from medvl.errors import TrainingError
+from medvl.models.dual_encoders.parts.query_book import QueryBook
 from medvl.schema import Batch, Losses
 from medvl.train.fault_tolerance import checkpoint
 from medvl.train.fault_tolerance.nonfinite import BufferGuard, LossSpikeDetector, propagate_nonfinite
@@ -113,6 +114,17 @@ def test_buffer_guard_restores_any_dtype() -> None:
     assert torch.equal(module.queue, torch.arange(6.0).reshape(2, 3))
     assert module.count.item() == 4
     assert module.seen.tolist() == [True, False]
+
+
+def test_buffer_guard_leaves_what_is_written_once() -> None:
+    module = nn.Sequential(nn.BatchNorm1d(2), QueryBook(["a", "b"], 2))
+    guard = BufferGuard(module)
+    guard.save()
+    module[0](torch.randn(4, 2))
+    module[1].fill(lambda sentences: torch.ones(len(sentences), 2))
+    guard.restore()
+    assert torch.equal(module[0].running_mean, torch.zeros(2))
+    assert torch.equal(module[1].vectors_QD, torch.ones(2, 2))
 
 
 @pytest.mark.fault("F14")

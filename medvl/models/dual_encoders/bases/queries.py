@@ -142,8 +142,13 @@ class QueryEncoder(TextMaps):
         vectors_BD = self._entity_vectors()[row_B]
         further = [text for text in texts if text not in self._row_of]
         if further:
-            vectors_BD[row_B < 0] = self.sentence_vectors(further).repeat(1, self.aspects)
+            queries = [self.query_text(text) for text in further]
+            vectors_BD[row_B < 0] = self.sentence_vectors(queries).repeat(1, self.aspects)
         return vectors_BD
+
+    def query_text(self, text: str) -> str:
+        """Return what the text encoder reads of a text that names no entity of the book: by default, all of it."""
+        return text
 
     def sentence_vectors(self, texts: Sequence[str] | Tensor, mask_BT: Tensor | None = None) -> Tensor:
         """Return (B, D) float32: the vector of each sentence by the frozen text encoder.

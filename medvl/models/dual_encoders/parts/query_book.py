@@ -2,6 +2,7 @@
 
 import hashlib
 from collections.abc import Callable, Sequence
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +20,9 @@ class QueryBook(nn.Module):
         dim: D.
     """
 
+    written_once: ClassVar[bool] = True
+    """Buffers do not depend on a training step: one that is skipped leaves them (`BufferGuard`)."""
+
     def __init__(self, sentences: Sequence[str], dim: int) -> None:
         super().__init__()
         self.sentences = tuple(sentences)
@@ -28,6 +32,7 @@ class QueryBook(nn.Module):
         self.vectors_QD: Tensor
         self.sha256: Tensor
         self._is_checked = False
+        self.register_load_state_dict_post_hook(_check_again)
 
     def fill(self, encode: Callable[[Sequence[str]], Tensor]) -> None:
         """Encode the sentences unless the book has them already.
@@ -45,3 +50,8 @@ class QueryBook(nn.Module):
             message = "the saved queries are those of other sentences: load the checkpoint with its own settings"
             raise CheckpointError(message, "mismatch", field="entities")
         self._is_checked = True
+
+
+def _check_again(book: Any, incompatible_keys: Any) -> None:
+    """Let `fill` look at the vectors that were loaded: a checkpoint from before the first batch has none."""
+    book._is_checked = False

@@ -18,7 +18,7 @@ class RecordWordModel(TwoTowers):
     """An image encoder and a text encoder whose masked words read the image; settings are a `RecordWordsConfig`.
 
     The mean of the visible patches is added to the words, so that words that the text does not determine are read from
-    the image.
+    the image. Without `mlm_weight`, what only words need is frozen.
 
     Attributes:
         word_head: maps states of the text encoder to its vocabulary, with its table of word embeddings.
@@ -38,6 +38,9 @@ class RecordWordModel(TwoTowers):
         self.fusion: nn.MultiheadAttention | None = None
         if config.text_fusion == "attention":
             self.fusion = nn.MultiheadAttention(width, max(1, width // 64), batch_first=True)
+        if not config.mlm_weight:
+            for part in filter(None, (self.word_head, self.image_to_words, self.fusion)):
+                part.requires_grad_(False)
 
     @functools.cached_property
     def words(self) -> RecordWords:

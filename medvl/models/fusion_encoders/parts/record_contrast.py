@@ -31,6 +31,7 @@ class WeightedContrast(nn.Module):
     """MaCo's contrast: images whose informative patches were removed weigh less (section 3.3).
 
     The logarithm of the factor of cosines is learned; in the released code it is the factor, which may become negative.
+    Equal reports of different images are negatives of each other, as published.
 
     Args:
         image_dim, text_dim: widths of patches and of the text's vector.
