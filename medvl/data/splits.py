@@ -22,7 +22,7 @@ def check_fractions(fractions: Mapping[str, float]) -> None:
     """Raise ConfigError unless the fractions are positive and sum to 1, and their names can be those of folders."""
     for name in fractions:
         check_name(name, "splits")
-    if not fractions or any(fraction <= 0 for fraction in fractions.values()):
+    if not fractions or not all(fraction > 0 for fraction in fractions.values()):
         raise ConfigError(f"expected split fractions above 0, got {dict(fractions)}", "out_of_range", field="splits")
     total = sum(fractions.values())
     if abs(total - 1.0) > 1e-9:

@@ -1,5 +1,7 @@
 """Splits by patient hash: fractions, stability, and the check that splits are disjoint."""
 
+import math
+
 import pytest
 from helpers.errors import raises
 
@@ -29,7 +31,10 @@ def test_check_disjoint_counts_shared_patients() -> None:
     assert "1 in both train and validate" in str(caught.value)
 
 
-@pytest.mark.parametrize("fractions", [{}, {"train": 1.2, "test": -0.2}, {"train": 0.5, "test": 0.4}])
+@pytest.mark.parametrize(
+    "fractions",
+    [{}, {"train": 1.2, "test": -0.2}, {"train": 0.5, "test": 0.4}, {"train": math.nan, "test": 0.5}],
+)
 def test_invalid_fractions_are_refused(fractions: dict[str, float]) -> None:
     with raises(ConfigError, "out_of_range", "splits"):
         check_fractions(fractions)

@@ -3,7 +3,6 @@
 """
 
 import dataclasses
-import math
 import os
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
@@ -11,7 +10,16 @@ from pathlib import Path
 from typing import Any
 
 from medvl.common.memory_limit import memory_limited
-from medvl.common.untrusted import ANYWHERE, InputFolders, parse_json
+from medvl.common.untrusted import ANYWHERE, InputFolders
+from medvl.data.corpora.common.cells import (
+    cell_id,
+    cell_list,
+    cell_text,
+    equals,
+    is_like_decimal,
+    json_value,
+    raw_text,
+)
 from medvl.data.corpora.common.record_file import Records
 from medvl.data.corpora.common.row_checks import RowChecks
 from medvl.data.corpora.common.tables import (
@@ -32,8 +40,6 @@ from medvl.schema import Sample
 
 _SEX = {"f": "F", "female": "F", "m": "M", "male": "M"}
 _MAX_CATEGORIES = 200
-_MISSING = {"nan", "NaN", "NA", "<NA>", "N/A", "n/a", "#N/A", "null", "NULL"}
-"""Cells that pandas, R and spreadsheets write for a missing value."""
 _LABEL_VALUES = {"1": 1, "0": 0, "-1": -1, "1.0": 1, "0.0": 0, "-1.0": -1, "true": 1, "false": 0}
 _PARQUET_ROWS = 1 << 4  # read at once: a text that many rows share is copied for each of them
 _PARQUET_GROUP = 1 << 28  # bytes of a column in a group of rows, as stated in the file
@@ -118,10 +124,10 @@ def plan(
     required = [*columns.names(), *where]
 
     def is_selected(row: Mapping[str, Any]) -> bool:
-        return all(_equals(row[column], value) for column, value in where.items())
+        return all(equals(row[column], value) for column, value in where.items())
 
     # The table is read twice, for its labels and for its rows, because it may not fit in memory.
-    labels = _collect_labels((row for _, row in _read_rows(table, required) if is_selected(row)), columns, table)
+    labels = _collect_labels((row for row in _read_rows(table, required) if is_selected(row[1])), columns, table)
     real, warnings = Path(os.path.realpath(root)), Counter[str]()
     reader = _RowReader(table, real, columns, deid, name, fractions, parse_reports, labels, warnings, keep_imageless)
     records, excluded, checks = Records(), Counter[str](), RowChecks(table)
@@ -179,13 +185,14 @@ class _RowReader:
     def sample(self, number: int, row: Mapping[str, Any]) -> Sample:
         """Return the sample of a row. Raises CorpusError for an empty required cell or an invalid value."""
         columns = self.columns
-        image_text = _cell(row[columns.image_column]) if columns.image_column else ""
-        patient_text = _cell(row[columns.patient_column])
+        self._check_plain(number, row)
+        image_text = cell_text(row[columns.image_column]) if columns.image_column else ""
+        patient_text = self._id(number, row, columns.patient_column)
         if not patient_text or not (image_text or self.keep_imageless or columns.image_column is None):
             field = columns.image_column if patient_text else columns.patient_column
             raise CorpusError(f"row {number}: {field} is empty", "missing", field=field)
         name = image_text or f"{self.name} row {number}"
-        study_text = (_cell(row[columns.study_column]) if columns.study_column else "") or name
+        study_text = (self._id(number, row, columns.study_column) if columns.study_column else "") or name
         patient = self.deid.patient(patient_text)
         return Sample(
             key=self.deid.image(name),
@@ -196,14 +203,42 @@ class _RowReader:
             image=self._image(number, image_text) if image_text else None,
             sections=self._sections(number, row),
             labels=self._labels(number, row),
-            view=(_cell(row[columns.view_column]) or None) if columns.view_column else None,
-            sex=_SEX.get(_text(row[columns.sex_column]).lower()) if columns.sex_column else None,
-            age=cap_age(row[columns.age_column]) if columns.age_column else None,
-            extra={column: _plain(row[column]) for column in columns.extra_column if _text(row[column])},
+            view=(cell_text(row[columns.view_column]) or None) if columns.view_column else None,
+            sex=self._sex(row),
+            age=self._age(row),
+            extra={column: json_value(row[column]) for column in columns.extra_column if raw_text(row[column])},
         )
 
     def _malformed(self, number: int, column: str, message: str) -> CorpusError:
         return malformed(f"row {number}", f"{column} {message}", column)
+
+    def _check_plain(self, number: int, row: Mapping[str, Any]) -> None:
+        """Raise CorpusError for a list, an object or bytes where a text or a number is read."""
+        lists = {*self.columns.tags_column, *self.columns.extra_column}
+        for column, value in row.items():
+            if isinstance(value, list | dict | bytes) and column in self.columns.names() and column not in lists:
+                raise self._malformed(number, column, "must be a text or a number, not a list or binary data")
+
+    def _id(self, number: int, row: Mapping[str, Any], column: str) -> str:
+        try:
+            text = cell_id(row[column])
+        except ValueError:
+            message = "has a number that was rounded, such as 1.2E+15; write the ids as text"
+            raise self._malformed(number, column, message) from None
+        self.warnings["ids_like_1.0"] += is_like_decimal(text)
+        return text
+
+    def _sex(self, row: Mapping[str, Any]) -> str | None:
+        text = cell_text(row[self.columns.sex_column]).lower() if self.columns.sex_column else ""
+        self.warnings["unknown_sex"] += bool(text) and text not in _SEX
+        return _SEX.get(text)
+
+    def _age(self, row: Mapping[str, Any]) -> int | None:
+        if self.columns.age_column is None:
+            return None
+        age = cap_age(row[self.columns.age_column])
+        self.warnings["unknown_age"] += age is None and cell_text(row[self.columns.age_column]) != ""
+        return age
 
     def _image(self, number: int, text: str) -> Path:
         path = Path(os.path.normpath(self.root / text))  # links are checked when the file is opened
@@ -214,7 +249,7 @@ class _RowReader:
     def _split(self, number: int, row: Mapping[str, Any], patient: str) -> str:
         if self.columns.split_column is None:
             return hash_split(patient, self.fractions)
-        split = _text(row[self.columns.split_column])
+        split = cell_text(row[self.columns.split_column])
         if not split.replace("-", "").replace("_", "").isalnum():
             raise self._malformed(number, self.columns.split_column, "must be a plain word, as it names a folder")
         return split
@@ -222,7 +257,7 @@ class _RowReader:
     def _sections(self, number: int, row: Mapping[str, Any]) -> dict[str, str]:
         sections: dict[str, str] = {}
         for column in self.columns.text_column:
-            text = _cell(row[column])
+            text = cell_text(row[column])
             if len(text) > MAX_CELL_CHARACTERS:
                 message = f"row {number}: {column} has more than {MAX_CELL_CHARACTERS} characters"
                 raise CorpusError(f"{message}; shorten the text, or leave the row out", "too_large", field=column)
@@ -240,7 +275,7 @@ class _RowReader:
         labels: dict[str, int] = {}
         invalid = []
         for column in self.columns.label_column:
-            text = _cell(row[column])
+            text = cell_text(row[column])
             if text and text != "None":
                 label = _LABEL_VALUES.get(text.lower())
                 if label is None:
@@ -250,23 +285,27 @@ class _RowReader:
         if invalid:
             raise self._malformed(number, ", ".join(invalid), "must be 1, 0, -1, true, false or empty")
         for column, words in self.labels.by_category.items():
-            value = _cell(row[column])
+            value = cell_text(row[column])
             if value:
                 labels.update({f"{column}={word}": int(word == value) for word in words})
         if self.columns.tags_column:
-            listed = {tag for column in self.columns.tags_column for tag in _list(row[column])}
+            listed = {tag for column in self.columns.tags_column for tag in cell_list(row[column])}
             labels.update({tag: int(tag in listed) for tag in self.labels.tags})
         return labels
 
 
-def _collect_labels(rows: Iterable[Mapping[str, Any]], columns: TableColumns, table: Path) -> _Labels:
+def _collect_labels(rows: Iterable[tuple[int, Mapping[str, Any]]], columns: TableColumns, table: Path) -> _Labels:
     categories: dict[str, set[str]] = {column: set() for column in columns.category_column}
     listed: set[str] = set()
-    for row in rows:
+    for number, row in rows:
         for column, words in categories.items():
-            words.add(_cell(row[column]))
+            words.add(cell_text(row[column]))
         for column in columns.tags_column:
-            listed.update(_list(row[column]))
+            try:
+                listed.update(cell_list(row[column]))
+            except ValueError:
+                message = f"expected a list in JSON, or entries separated by |, for {column}"
+                raise malformed(f"{table}, row {number}", message, column) from None
     by_category = {column: tuple(sorted(words - {""})) for column, words in categories.items()}
     for column, values in by_category.items():
         if len(values) > _MAX_CATEGORIES:
@@ -352,40 +391,3 @@ def _check_size(table: Path, size: int, rows: int) -> None:
         )
         advice = "shorten the texts, or write the table with a smaller row_group_size"
         raise CorpusError(f"{table}: expected {limit} of rows, got {size >> 20} MB; {advice}", "too_large")
-
-
-def _text(value: object) -> str:
-    if value is None or (isinstance(value, float) and math.isnan(value)):
-        return ""
-    if isinstance(value, bool):
-        return str(int(value))
-    return str(value).strip()
-
-
-def _cell(value: object) -> str:
-    """Return the text of a cell; "" for the usual marks of a missing value."""
-    text = _text(value)
-    return "" if text in _MISSING else text
-
-
-def _equals(value: object, text: str) -> bool:
-    """Return whether a cell equals a text; booleans of JSON or Parquet equal true or 1, false or 0."""
-    if isinstance(value, bool):
-        return text.lower() in (str(value).lower(), str(int(value)))
-    return _text(value) == text
-
-
-def _plain(value: object) -> object:
-    return value if isinstance(value, str | int | float | bool | list | dict) else str(value)
-
-
-def _list(value: object) -> list[str]:
-    if isinstance(value, list | tuple):
-        return [_text(entry) for entry in value if _text(entry)]
-    text = _text(value)
-    if text.startswith("["):
-        try:
-            return _list(parse_json(text))
-        except ValueError:
-            pass  # a plain word that begins with a bracket
-    return [part.strip() for part in text.split("|") if part.strip()]

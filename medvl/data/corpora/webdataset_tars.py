@@ -91,7 +91,7 @@ class _Reader:
         identity = f"{self.name} {tar} {members['__key__']}"
         try:
             text = self.fields.text_of(members)
-            group = None if self.group is None else member_value(members, self.group)
+            group = None if self.group is None else (member_value(members, self.group) or "").strip() or None
         except ValueError:
             self.excluded["text_unreadable"] += 1
             return None

@@ -160,13 +160,15 @@ def _voi(elements: Elements, layout: PixelLayout, *, signed: bool) -> Table | Wi
         # Some files claim 16 bits for entries of 12, so white is derived from the largest entry.
         white = (1 << int(table.entries.max()).bit_length()) - 1
         return Table(table.first, table.entries / max(white, 1))
-    centers, widths = elements.decimals(Tag.WINDOW_CENTER), elements.decimals(Tag.WINDOW_WIDTH)
-    if not centers or not widths or not math.isfinite(centers[0]) or not 0 < widths[0] < math.inf:
+    windows = zip(elements.decimals(Tag.WINDOW_CENTER), elements.decimals(Tag.WINDOW_WIDTH), strict=False)
+    usable = ((center, width) for center, width in windows if math.isfinite(center) and 0 < width < math.inf)
+    center, width = next(usable, (0.0, 0.0))
+    if not width:
         return None
     # LINEAR assumes integer values and a width of at least 1.
     function = elements.text(Tag.WINDOW_FUNCTION) or "LINEAR"
-    is_linear = function == "LINEAR" and not layout.is_float and widths[0] >= 1
-    return Window(centers[0], widths[0], function if function == "SIGMOID" or is_linear else "LINEAR_EXACT")
+    is_linear = function == "LINEAR" and not layout.is_float and width >= 1
+    return Window(center, width, function if function == "SIGMOID" or is_linear else "LINEAR_EXACT")
 
 
 def _read_table(item: Elements, *, signed: bool) -> Table:

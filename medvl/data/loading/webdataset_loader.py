@@ -18,7 +18,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from medvl.common.ranks import check_ranks
-from medvl.data.images.codecs import decode_image
+from medvl.data.images.codecs import decode_image, exif_orientation, make_upright
 from medvl.data.loading.collate import Collate, Item, ItemMaker, Tokenize, init_worker
 from medvl.data.loading.loader import check_identity
 from medvl.data.loading.skipped import SkipBudget, SkippedSample
@@ -122,9 +122,17 @@ class _BatchStream(IterableDataset[Result]):
         if data is None:
             return self.maker.row(sample, self.maker.placeholder(self.color), self.epoch)
         try:
-            return self.maker(sample, decode_image(data, color=self.color), self.epoch)
+            return self.maker(sample, self._pixels(data, key), self.epoch)
         except ImageError as error:
             return SkippedSample(key, error.code)
+
+    def _pixels(self, data: bytes, key: str) -> np.ndarray:
+        """Return the pixels as conversion stores them. Raises ImageError, also for strips."""
+        from medvl.data.images.read import check_sides  # imports pydicom, which takes time
+
+        pixels = make_upright(decode_image(data, color=self.color), exif_orientation(data))
+        check_sides(pixels, f"sample {key}")
+        return pixels
 
 
 class WebdatasetLoader:

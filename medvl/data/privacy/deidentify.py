@@ -174,7 +174,7 @@ _IDENTITY = re.compile(
 
 
 _LEADING = re.compile(
-    r"(?:(?:date|of|medical|report|final|hospital|ordering|requesting|primary care|digitally|patient'?s?) )*",
+    r"(?:(?:date|of|medical|report|final|hospital|ordering|requesting|primary care|digitally|patient'?s?|pt) )*",
     re.IGNORECASE,
 )
 
@@ -188,7 +188,8 @@ def is_identifying_header(header: str, *, at_start: bool = False) -> bool:
     if not at_start:
         return _IDENTITY.search(header) is not None
     leading = _LEADING.match(header)
-    return _IDENTITY.match(header, leading.end() if leading else 0) is not None
+    starts = (0, leading.end() if leading else 0)
+    return any(_IDENTITY.match(header, start) for start in starts)
 
 
 def find_identifiers(text: str) -> dict[str, int]:

@@ -17,8 +17,8 @@ Among the mentions of a report, positive takes precedence over uncertain, and un
 Conventions: doubt of any degree is uncertain ("probable", "unlikely", "borderline"); "consistent with" is positive;
 old, unchanged and partly resolved findings are present; "no new effusion" is negative; vascular congestion and heart
 failure are Edema, as in CheXpert; a blunted costophrenic angle is an effusion unless the sentence names one; "small
-left, no right effusion" names an effusion of the left. The labeler reads English reports of chest radiographs and does
-not correct misspellings.
+left, no right effusion" and "no right effusion, small left" name an effusion of the left. The labeler reads English
+reports of chest radiographs and does not correct misspellings.
 """
 
 import dataclasses
@@ -36,12 +36,20 @@ _NO_NOT = rf"(?!not ){WORD}"
 CONTRACTION = re.compile(r"(?<=\w)(?<!\bca)n't\b")
 """The end of "isn't"; "can't" has cues of its own."""
 _PARTS = "pleural|lung|focal|apical|basal|basilar|upper|middle|lower|lobe"
-_NAMES = "|".join(compile_table(table).pattern for table in lexicon.MENTIONS.values())
-_SHARED_NOUN = re.compile(
-    rf"\b(?:{EXTENTS}) (?P<side>left|right)(?:[ -]sided)?(?=,? (?:(?:and|but) )?no (?:(?:{EXTENTS}) )?"
-    rf"(?!(?P=side))(?:left|right)(?:[ -]sided)? (?P<noun>(?:(?:{_PARTS}) ){{0,3}}(?:{_NAMES})))"
-)
-"""A side that shares the noun of a negated one: "small left, no right effusion"."""
+NAMES = "|".join(compile_table(table).pattern for table in lexicon.MENTIONS.values())
+"""Regular expression of the phrases that name a finding."""
+_NOUN = rf"(?P<noun>(?:(?:{_PARTS}) ){{0,3}}(?:{NAMES}))"
+_SIDE, _OTHER_SIDE = (rf"{side}(?:[ -]sided)?" for side in ("(?P<side>left|right)", "(?!(?P=side))(?:left|right)"))
+_ON_SIDE, _ON_OTHER_SIDE = (rf"(?:on|at|in) the {side}" for side in (_SIDE, _OTHER_SIDE))
+_NEXT = rf"(?:(?:but|and|with) )?(?:an? )?(?:{EXTENTS})"
+_SHARED_NOUNS = tuple(map(re.compile, (
+    rf"\b(?:{EXTENTS}) {_SIDE}(?=,? (?:(?:and|but) )?no (?:(?:{EXTENTS}) )?{_OTHER_SIDE} {_NOUN})",
+    rf"\b{_NOUN} {_ON_SIDE}[,;]? {_NEXT}(?= {_ON_OTHER_SIDE}\b)",
+    rf"\b{_SIDE} {_NOUN}[,;] {_NEXT} {_OTHER_SIDE}(?=[.,;]|$)",
+    rf"\b{_SIDE} {_NOUN}\b[^.]{{0,60}}? {_OTHER_SIDE}(?= one\b(?! third))",
+)))  # fmt: skip
+"""The place of a noun that only another side has: "small left, no right effusion", "no effusion on the left, moderate
+on the right", "no right effusion, small left", "the right effusion is gone but the left one is unchanged"."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -82,7 +90,11 @@ def find_mentions(text: str) -> list[Mention]:
 
 def _rewrite(sentence: str) -> str:
     """Return the sentence with "not" for its contractions, and with nouns that two sides share behind each of them."""
-    return _SHARED_NOUN.sub(r"\g<0> \g<noun>", CONTRACTION.sub(" not", sentence))
+    sentence = CONTRACTION.sub(" not", sentence)
+    if "left" in sentence and "right" in sentence:
+        for pattern in _SHARED_NOUNS:
+            sentence = pattern.sub(r"\g<0> \g<noun>", sentence)
+    return sentence
 
 
 def _mentions_in(sentence: str) -> Iterator[Mention]:

@@ -68,7 +68,9 @@ _PARTS_OF_FINDINGS = re.compile(
 
 _RULE = re.compile(r"\s*_{10,}\s*")  # a mask has three
 _TITLE = re.compile(r"\s*FINAL (?P<kind>REPORT|ADDENDUM)\s*:?\s*")
-_HEADER = re.compile(r"[ \t]*(?P<label>[A-Za-z][A-Za-z ()/,&'-]{0,58}[A-Za-z)])[ \t]*:(?P<rest>(?!\d).*)")
+_HEADER = re.compile(
+    r"[ \t]*(?P<label>[A-Za-z][A-Za-z ()/,&'-]{0,58}[A-Za-z)]|D\.O\.B|M\.R\.N)(?:[ \t]?#|\.)?[ \t]*:(?P<rest>.*)"
+)
 _COMMON_HEADER = (
     r"((?:CLINICAL |[A-Z]{3,20}(?: AND | & |/ ?))?(?:FINDINGS|IMPRESSION|CONCLUSION|COMPARISONS?|INDICATION"
     r"|TECHNIQUE|HISTORY|RECOMMENDATIONS?|RECOMMENDATION\(S\)|NOTIFICATION|ADDENDUM):)"

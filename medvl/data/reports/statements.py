@@ -15,7 +15,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from medvl.common.untrusted import parse_json
-from medvl.data.reports.labeler import Mention, find_mentions
+from medvl.data.reports.labeler import NAMES, Mention, find_mentions
+from medvl.data.reports.labeler_cues import LINKS, PREDICATES
+from medvl.data.reports.labeler_scopes import compile_table
 from medvl.errors import ConfigError
 from medvl.schema import NEGATIVE, POSITIVE, UNCERTAIN
 
@@ -23,7 +25,7 @@ _WORDS = {POSITIVE: "", NEGATIVE: "no ", UNCERTAIN: "possible "}
 _NAMES = {"Pleural Other": "pleural thickening", "Support Devices": "support device"}
 """Findings whose names are not nouns of a sentence."""
 _PRESENT = re.compile(r"There is (?!no |possible )(.+)\.")
-_CLAUSE_END = re.compile(r"[;:,.]|\b(?:but|while|whereas|although|with)\b")
+_CLAUSE_END = re.compile(r"[;:,.]|\b(?:but|while|whereas|although|with|and there)\b")
 SIDES = {
     "left": "left|lt|l[ul]l",
     "right": "right|rt|r[uml]l",
@@ -40,6 +42,10 @@ ZONES = {
     "lingular": "lingular?",
 }
 _PLACES = {name: re.compile(rf"\b(?:{words})\b") for name, words in (SIDES | ZONES).items()}
+_ANY_PLACE = re.compile("|".join(pattern.pattern for pattern in _PLACES.values()))
+_FINDING = re.compile(NAMES)
+_AND = re.compile(r"\band\b")
+_VERB = compile_table((*LINKS, *PREDICATES), prefix="(?<!there )")
 
 
 def statement(finding: str, value: int = POSITIVE, place: str = "") -> str:
@@ -79,14 +85,37 @@ def place_of(sides: Sequence[str], zones: Sequence[str]) -> str:
 
 def place_words(mention: Mention) -> tuple[list[str], list[str]]:
     """Return the side (at most one: left, right or bilateral) and the zones that the clause of a mention names."""
-    start, end = mention.start, mention.start + len(mention.phrase)
-    ends = [0, *itertools.chain.from_iterable(match.span() for match in _CLAUSE_END.finditer(mention.sentence))]
-    before = max((place for place in ends if place <= start), default=0)
-    after = min((place for place in ends if place >= end), default=len(mention.sentence))
+    before, after = _clause(mention)
     clause = mention.sentence[before:after]
     found = [name for name, pattern in _PLACES.items() if pattern.search(clause)]
     sides, zones = [name for name in found if name in SIDES], [name for name in found if name in ZONES]
     return ["bilateral"] if len(sides) > 1 else sides, zones
+
+
+def _clause(mention: Mention) -> tuple[int, int]:
+    """Return start and end of the clause of a mention: "and" ends one between two findings with places."""
+    sentence, start, end = mention.sentence, mention.start, mention.start + len(mention.phrase)
+    ends = [0, *itertools.chain.from_iterable(match.span() for match in _CLAUSE_END.finditer(sentence))]
+    before = max((place for place in ends if place <= start), default=0)
+    after = min((place for place in ends if place >= end), default=len(sentence))
+    joints = [before, *(match.end() for match in _AND.finditer(sentence, before, after)), after]
+    for last, joint, following in zip(joints, joints[1:], joints[2:], strict=False):
+        if _names_placed_finding(sentence, last, joint) and _names_placed_finding(sentence, joint, following):
+            if joint >= end:
+                return before, joint
+            before = joint if joint <= start else before
+    return before, after
+
+
+def _names_placed_finding(sentence: str, start: int, end: int) -> bool:
+    """Return whether a part of a sentence names a place and a finding; not behind a verb: it may be that of the place.
+
+    "Opacity in the right base and the left base represents pneumonia."
+    """
+    finding = _FINDING.search(sentence, start, end)
+    if finding is None or _VERB.search(sentence, start, finding.start()):
+        return False
+    return _ANY_PLACE.search(sentence, start, end) is not None
 
 
 @functools.cache

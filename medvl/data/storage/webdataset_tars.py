@@ -60,6 +60,8 @@ def member_value(members: Mapping[str, Any], name: str) -> str | None:
         return str(members[suffix].decode("utf-8-sig"))
     content = parse_json(members[suffix])
     value = content.get(field) if isinstance(content, dict) else None
+    if isinstance(value, list | dict):
+        raise ValueError("a list or an object is not a text")
     return None if value is None else str(value)
 
 

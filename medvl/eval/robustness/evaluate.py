@@ -131,13 +131,10 @@ def evaluate_robustness(
         settings: settings of the tests.
         checkpoint: directory or file whose hash is recorded in the results.
 
-    Raises:
-        ConfigError: the model scores neither findings nor pairs.
-        EvaluationError: the data has neither labels of the model's findings nor texts, images are missing, or scores
-            are not finite.
+    Raises ConfigError if the model scores neither findings nor pairs, and EvaluationError if the data has neither
+    labels of the model's findings nor texts, if images are missing, or if scores are not finite.
     """
     settings, sites, outside = settings or RobustnessSettings(), sites or {}, outside or {}
-    versions, made_up = corruption_versions(settings.corruptions), made_up_versions(settings.made_up)
     named = prompts or (default_prompts(model), *MORE_PROMPTS)
     sets = [one if isinstance(one, PromptSet) else load_prompts(one) for one in named]
     with evaluating(model):
@@ -146,8 +143,8 @@ def evaluate_robustness(
             scorer,
             source,
             open_loader,
-            versions=versions,
-            made_up=made_up,
+            versions=corruption_versions(settings.corruptions),
+            made_up=made_up_versions(settings.made_up),
             sites=sites,
             outside=outside,
             seed=settings.seed,
@@ -163,9 +160,7 @@ def evaluate_robustness(
         inputs={
             "checkpoint": None if checkpoint is None else checkpoint_sha256(checkpoint),
             "manifest": source.fingerprint,
-            **({f"prompts {one.name}": one.sha256 for one in sets} if scorer.prompt_sets else {}),
-            **{f"site {name}": one.fingerprint for name, one in sites.items()},
-            **{f"outside {name}": one.fingerprint for name, one in outside.items()},
+            **_describe_inputs(sets if scorer.prompt_sets else (), sites, outside),
         },
         details=tests.details,
     )
@@ -181,4 +176,14 @@ def _describe(settings: RobustnessSettings, scorer: Scorer) -> dict[str, Any]:
         "prompts": list(scorer.prompt_sets),
         "confidence": scorer.confidence_is,
         "ece_bins": ECE_BINS,
+    }
+
+
+def _describe_inputs(
+    prompts: Sequence[PromptSet], sites: Mapping[str, Source], outside: Mapping[str, Source]
+) -> dict[str, str]:
+    return {
+        **{f"prompts {one.name}": one.sha256 for one in prompts},
+        **{f"site {name}": one.fingerprint for name, one in sites.items()},
+        **{f"outside {name}": one.fingerprint for name, one in outside.items()},
     }

@@ -84,6 +84,14 @@ def test_mimic_views_and_split_select_and_count_images(mimic_root: Path, deid: D
         mimic_cxr.plan(mimic_root, deid, split="dev")
 
 
+def test_mimic_images_without_labels_are_counted(mimic_root: Path, deid: Deidentifier) -> None:
+    assert not mimic_cxr.plan(mimic_root, deid).warnings
+    rows = [["1", "50000001.0", *["1"] * len(FINDINGS)]]
+    write_csv_gz(mimic_root / "mimic-cxr-2.0.0-chexpert.csv.gz", ["subject_id", "study_id", *FINDINGS], rows)
+    plan = mimic_cxr.plan(mimic_root, deid)
+    assert plan.warnings == {"no_labels": len(plan.records)}
+
+
 def test_mimic_missing_table_or_column_raises(mimic_root: Path, deid: Deidentifier) -> None:
     write_csv_gz(mimic_root / "mimic-cxr-2.0.0-chexpert.csv.gz", ["subject_id", "study_id", *FINDINGS[:-1]], [])
     with raises(CorpusError, "missing", "Support Devices", names="chexpert.csv.gz"):

@@ -59,6 +59,12 @@ def test_medvill_openi(tmp_path: Path, deid: Deidentifier) -> None:
     assert plan.warnings == {"empty_report": 1}
 
 
+def test_medvill_labels_in_another_form_are_counted(tmp_path: Path, deid: Deidentifier) -> None:
+    root = write_lines(tmp_path / "openi", Train=[line("1", label="Edema, Pneumonia"), line("2"), line("3", label="")])
+    plan = medvill_jsonl.plan(root, deid)
+    assert plan.warnings == {"label_unreadable": 1}
+
+
 def test_medvill_mimic_with_and_without_the_table_of_patients(tmp_path: Path, deid: Deidentifier) -> None:
     rows = [line(name, split="valid") for name in ("s50414267", "02aa804e-bde0", "s59999999")]
     root = write_lines(tmp_path / "mimic", Valid=rows)

@@ -1,13 +1,18 @@
 """Tables as people have them: separators, encodings, headers, cells, and messages that name the row and quote no cell."""
 
 import dataclasses
+import datetime
 import gzip
+import json
 from pathlib import Path
+from typing import Any
 
+import pyarrow.parquet
 import pytest
 from helpers.errors import raises
 
 from medvl.data.corpora import table
+from medvl.data.corpora.common.tables import Plan
 from medvl.data.corpora.table import TableColumns
 from medvl.data.privacy.deidentify import Deidentifier
 from medvl.errors import ConfigError, CorpusError, SplitError
@@ -141,3 +146,82 @@ def test_image_root_must_be_a_folder(tmp_path: Path, deid: Deidentifier, name: s
     (tmp_path / "images.zip").write_bytes(b"PK")
     with raises(ConfigError, "not_found", "image_root", names=part):
         table.plan(path, COLUMNS, deid, image_root=tmp_path / name)
+
+
+@pytest.mark.parametrize(
+    "rows",
+    ['a.png,p,1,"Clear.\nb.png,q,1,Edema.\n', 'a.png,p,1,"Clear.\nb.png,q,1,Edema.\nc.png,r,1,"Nodule"\nd.png,s,1,x\n'],
+)
+def test_a_quote_that_is_not_closed_joins_no_rows(tmp_path: Path, deid: Deidentifier, rows: str) -> None:
+    path = write(tmp_path, "image,patient,edema,text\nz.png,p,1,Clear.\n" + rows)
+    with raises(CorpusError, "malformed", names="after line 2") as caught:
+        table.plan(path, COLUMNS, deid)
+    assert "Edema." not in str(caught.value)
+
+
+def test_a_missing_split_is_not_a_split(tmp_path: Path, deid: Deidentifier) -> None:
+    with raises(CorpusError, "malformed", "split", names="row 2"):
+        samples(tmp_path, deid, "a.png,p,,1,train\nb.png,q,,1,nan\n", SPLIT_COLUMNS)
+
+
+def plan_json(folder: Path, deid: Deidentifier, *rows: dict[str, object], **columns: Any) -> Plan:
+    given: dict[str, Any] = {"image_column": "image", "patient_column": "patient", **columns}
+    lines = [json.dumps({"image": f"{number}.png", **row}) for number, row in enumerate(rows)]
+    return table.plan(write(folder, "\n".join(lines), "rows.jsonl"), TableColumns(**given), deid)
+
+
+def test_whole_numbers_are_the_same_id_in_every_form(tmp_path: Path, deid: Deidentifier) -> None:
+    plan = plan_json(tmp_path, deid, {"patient": 7}, {"patient": "7"}, {"patient": 7.0}, {"patient": "007"})
+    assert [record.sample.patient for record in plan.records] == [deid.patient("7")] * 3 + [deid.patient("007")]
+    texts = plan_json(tmp_path, deid, {"patient": "7.0"}, {"patient": "1.2.840.0"})
+    assert texts.warnings == {"ids_like_1.0": 1}
+
+
+@pytest.mark.parametrize("cell", ["2.16840113668637E+38", 2.16840113668637e38])
+def test_rounded_ids_are_refused(tmp_path: Path, deid: Deidentifier, cell: object) -> None:
+    with raises(CorpusError, "malformed", "patient") as caught:
+        plan_json(tmp_path, deid, {"patient": cell})
+    assert "2.168" not in str(caught.value)
+    with raises(CorpusError, "malformed", "study"):
+        plan_json(tmp_path, deid, {"patient": "p", "study": cell}, study_column="study")
+
+
+@pytest.mark.parametrize("column", ["text", "patient", "image"])
+def test_a_list_is_not_a_text(tmp_path: Path, deid: Deidentifier, column: str) -> None:
+    with raises(CorpusError, "malformed", column, names="row 1"):
+        plan_json(tmp_path, deid, {"patient": "p", "text": "Clear.", column: ["Clear."]}, text_column=("text",))
+
+
+def test_lists_of_tags_are_read_in_json_and_with_bars_only(tmp_path: Path, deid: Deidentifier) -> None:
+    columns = TableColumns(image_column="image", patient_column="patient", tags_column=("tags",))
+    path = write(tmp_path, 'image,patient,tags\na.png,p,"[""mass"", ""nodule""]"\nb.png,q,mass|edema\nc.png,r,nan\n')
+    assert table.plan(path, columns, deid).label_names == ("edema", "mass", "nodule")
+    path = write(tmp_path, "image,patient,tags\na.png,p,mass\nb.png,q,\"['mass', 'nodule']\"\n")
+    with raises(CorpusError, "malformed", "tags", names="row 2"):
+        table.plan(path, columns, deid)
+
+
+def test_a_missing_field_of_json_lines_is_named_by_row(tmp_path: Path, deid: Deidentifier) -> None:
+    with raises(CorpusError, "missing", "text", names="rows.jsonl, row 2"):
+        plan_json(tmp_path, deid, {"patient": "p", "text": "Clear."}, {"patient": "q"}, text_column=("text",))
+
+
+def test_unknown_sexes_and_ages_are_counted(tmp_path: Path, deid: Deidentifier) -> None:
+    rows = [{"sex": "W", "age": ">89"}, {"sex": "Male", "age": "045Y"}, {"sex": "", "age": None}]
+    given = [{"patient": "p", **row} for row in rows]
+    plan = plan_json(tmp_path, deid, *given, sex_column="sex", age_column="age")
+    assert plan.warnings == {"unknown_sex": 1, "unknown_age": 1}
+    assert [(record.sample.sex, record.sample.age) for record in plan.records] == [
+        (None, None),
+        ("M", 45),
+        (None, None),
+    ]
+
+
+def test_extra_columns_of_parquet_are_kept_as_json(tmp_path: Path, deid: Deidentifier) -> None:
+    taken = [{"at": datetime.date(2020, 1, 2), "values": [1, None]}]
+    content = {"image": ["a.png"], "patient": ["p"], "taken": [taken]}
+    pyarrow.parquet.write_table(pyarrow.table(content), tmp_path / "rows.parquet")
+    columns = TableColumns(image_column="image", patient_column="patient", extra_column=("taken",))
+    (record,) = table.plan(tmp_path / "rows.parquet", columns, deid).records
+    assert record.sample.extra == {"taken": [{"at": "2020-01-02", "values": [1, None]}]}

@@ -92,6 +92,11 @@ def test_windows_without_a_width_are_ignored(tmp_path, fields):
     assert read_dicom(path).shading == "percentiles"
 
 
+def test_the_first_window_with_a_width_applies(shades):
+    fields = {"WindowCenter": [10, 700, 9], "WindowWidth": [0, 900, 20], **TWELVE_BITS}
+    assert np.array_equal(shades(RAMP, **fields), shades(RAMP, **(fields | {"WindowCenter": 700, "WindowWidth": 900})))
+
+
 def test_percentile_window(shades):
     random = np.random.default_rng(0)
     pixels = random.integers(1000, 3000, (200, 150), dtype=np.uint16)

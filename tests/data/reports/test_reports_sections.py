@@ -1,12 +1,14 @@
 """Report sections: layouts of MIMIC-CXR and other hospitals, old encodings, and unreadable files."""
 
 import time
+from collections import Counter
 
 import numpy as np
 import pytest
 from helpers.errors import raises
 from hypothesis import given, settings, strategies as st
 
+from medvl.data.corpora.common.tables import report_sections
 from medvl.data.reports.sections import MAX_REPORT_BYTES, parse_report, read_report
 from medvl.errors import ReportError
 
@@ -148,14 +150,31 @@ def test_misspelt_headers_as_in_the_section_parser_of_mimic_cxr(header, spelling
         ),
         ("IMPRESSION: Clear.\n  DICTATED BY: DOE\n JANE", {"impression": "Clear.", "dictated by": "DOE JANE"}),
         ("Date of birth: 1950\nFindings: Clear.", {"date of birth": "1950", "findings": "Clear."}),
+        ("FINDINGS:1. Clear.\nIMPRESSION:2 mm nodule.", {"findings": "1. Clear.", "impression": "2 mm nodule."}),
+        ("CLINICAL HISTORY: Cough. FINDINGS:1. Clear.", {"history": "Cough.", "findings": "1. Clear."}),
+        ("FINDINGS: Clear.\nRatio:2\nSeen at:10:30", {"findings": "Clear. Ratio:2 Seen at:10:30"}),
+        *(
+            (f"FINDINGS: Clear.\n{line}\nIMPRESSION: Normal.", {"findings": "Clear.", name: "12", "impression": "Normal."})
+            for line, name in [
+                ("MRN:12", "mrn"), ("MRN #: 12", "mrn"), ("Accession#:12", "accession"), ("Account No.: 12", "account no"),
+                ("D.O.B.:12", "d.o.b"), ("Date of birth:12", "date of birth"), ("PATIENT ID#: 12", "patient id"),
+                ("Patient ID: 12", "patient id"), ("Pt name: 12", "pt name"),
+            ]
+        ),
         ("Findings: Clear, films\nread by the team.", {"findings": "Clear, films read by the team."}),
         ("Findings: Clear.\nMass next to the physician: no", {"findings": "Clear. Mass next to the physician: no"}),
         ("The findings: none.\nSeen by Dr. X: yes.\n3:00 at noon\nAt: home", {}),
         ("", {}),
     ],
-)
+)  # fmt: skip
 def test_section_layouts(text, sections):
     assert dict(parse_report(text).sections) == sections
+
+
+def test_sections_named_by_a_number_of_the_patient_are_not_stored() -> None:
+    report, warnings = parse_report("FINDINGS: Clear.\nMRN:12345678\nD.O.B.: 01/02/1950"), Counter[str]()
+    assert report_sections(report, warnings) == {"findings": "Clear."}
+    assert warnings["sections_naming_a_person"] == 2
 
 
 def test_repeated_section_keeps_the_position_of_the_last():

@@ -46,6 +46,21 @@ def rng() -> np.random.Generator:
             "There is pleural effusion of the left side.", "There is no pleural effusion of the right side."]),
         ("Small left, no large right effusion.", [
             "There is pleural effusion of the left side.", "There is no pleural effusion of the right side."]),
+        ("No effusion on the left, moderate on the right.", [
+            "There is no pleural effusion of the left side.", "There is pleural effusion of the right side."]),
+        ("Left effusion and right basilar atelectasis.", [
+            "There is pleural effusion of the left side.", "There is atelectasis of the right basal lung."]),
+        ("Right nodule and left effusion and right pneumothorax.", [
+            "There is lung lesion of the right side.", "There is pleural effusion of the left side.",
+            "There is pneumothorax of the right side."]),
+        ("Small left effusion and no right effusion.", [
+            "There is pleural effusion of the left side.", "There is no pleural effusion of the right side."]),
+        ("Left effusion and atelectasis.", [
+            "There is pleural effusion of the left side.", "There is atelectasis of the left side."]),
+        ("Opacity in the left base and right base represents pneumonia.", [
+            "There is lung opacity of the bilateral basal lung.", "There is pneumonia of the bilateral basal lung."]),
+        ("The heart is enlarged and there is a left effusion.", [
+            "There is cardiomegaly.", "There is pleural effusion of the left side."]),
         ("Opacities in both the lungs.", ["There is lung opacity of both sides."]),
         ("No edema. No edema.", ["There is no edema.", "There is no finding."]),
         ("A PICC is in place. No edema.", ["There is support device.", "There is no edema.", "There is no finding."]),

@@ -10,15 +10,19 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from helpers.errors import raises
 from helpers.mimic_files import textured
 from helpers.object_store import Bucket
+from PIL import Image
 
 from medvl.cli.main import main
-from medvl.data.images.codecs import encode_jpeg
+from medvl.data.corpora import webdataset_tars
+from medvl.data.images.codecs import encode_jpeg, encode_png
 from medvl.data.loading.subset import no_text
 from medvl.data.loading.webdataset_loader import WebdatasetLoader, open_webdataset_loader
+from medvl.data.privacy.deidentify import Deidentifier
 from medvl.data.shards.format import Manifest
 from medvl.data.shards.source import ShardSource
 from medvl.data.shards.verify import verify_folder
@@ -238,6 +242,38 @@ def test_unreadable_samples_are_counted_within_the_budget(tmp_path: Path) -> Non
     assert set(loader.skipped) == {"unknown_format", "sample_unreadable"}
     with pytest.raises(MedvlError):
         list(opened(tmp_path / "a.tar", samples=8, max_skipped=0, buffer=1))
+
+
+def test_images_are_read_as_conversion_reads_them(tmp_path: Path) -> None:
+    """Upright by their EXIF data, and without strips that a transform would enlarge to gigabytes."""
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    turned = io.BytesIO()
+    Image.fromarray(textured(0, 32, 32)).save(turned, "PNG", exif=exif)
+    for name, data in (("turned", turned.getvalue()), ("strip", encode_png(textured(1, 1, 4000)))):
+        with tarfile.open(tmp_path / f"{name}.tar", "w") as tar:
+            add(tar, "a.png", data)
+            add(tar, "a.txt", b"A text.")
+    batch = next(iter(opened(tmp_path / "turned.tar", samples=1, batch=1, buffer=1)))
+    np.testing.assert_array_equal(batch.image_BCHW[0, 0].numpy(), np.rot90(textured(0, 32, 32), -1))
+    loader = opened(tmp_path / "strip.tar", samples=1, batch=1, buffer=1, max_skipped=100)
+    with raises(ShardError, "empty"):
+        next(iter(loader))
+    assert set(loader.skipped) == {"too_small"}
+
+
+def test_lists_are_no_texts_and_blank_groups_are_none(folder: Path, deid: Deidentifier, tmp_path: Path) -> None:
+    with tarfile.open(tmp_path / "a.tar", "w") as tar:
+        for number, content in enumerate(
+            [{"caption": ["A", "B"]}, {"caption": "A", "id": " "}, {"caption": "B", "id": ""}]
+        ):
+            add(tar, f"{number}.jpg", encode_jpeg(textured(number, 40, 50), 95))
+            add(tar, f"{number}.json", json.dumps({"id": "x"} | content).encode())
+    fields = TarFields(text="json:caption")
+    plan = webdataset_tars.plan([tmp_path / "a.tar"], deid, tmp_path / "unpacked", fields=fields, group="json:id")
+    assert plan.excluded == {"text_unreadable": 1}
+    assert plan.warnings == {"no_group": 2}
+    assert len({record.sample.patient for record in plan.records}) == 2
 
 
 @pytest.mark.parametrize("workers", [0, 1])

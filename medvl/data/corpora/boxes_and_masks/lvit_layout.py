@@ -162,10 +162,9 @@ def _images(
         if not path.is_dir():
             raise CorpusError(f"{path} does not exist: see the data card", "not_found")
     masks = {_stem(path.name): path for path in sorted(folder.masks.iterdir()) if path.suffix.lower() in _SUFFIXES}
-    for image in sorted(folder.images.iterdir()):
-        stem = _stem(image.name)
-        if image.suffix.lower() not in _SUFFIXES:
-            continue
+    images = {path: _stem(path.name) for path in sorted(folder.images.iterdir()) if path.suffix.lower() in _SUFFIXES}
+    warnings["listed_image_missing"] += len(split_of.keys() - images.values())
+    for image, stem in images.items():
         if split_of and stem not in split_of:
             raise malformed(folder.images, f"{image.name} is in none of the tables of splits", "Image")
         yield split_of.get(stem, folder.split), image, masks.get(stem), texts.get(stem, "")

@@ -1,7 +1,7 @@
 """Reading of the VQA corpora: rows of question files, and records with the questions of each image."""
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -36,7 +36,7 @@ def plan_questions(
         deid: hashes the image names. These corpora do not name patients, so each image counts as a patient.
         images: image name -> file.
         questions: (image name, question) pairs.
-        warnings: counts of repairs and omissions; counts of repeated questions are added.
+        warnings: counts of repairs and omissions; counts of repeated and of blank questions are added.
         extra: image name -> further fields of the sample's `extra`.
         folders: folders that the images must be in.
 
@@ -46,7 +46,7 @@ def plan_questions(
     repeated = [name for name, count in ids.items() if count > 1]
     if repeated:
         raise malformed(corpus, f"{len(repeated)} question ids occur more than once, the first is {min(repeated)}")
-    warnings.update(_count_repeats(questions))
+    warnings.update(_count_irregular(questions))
     by_image: dict[str, list[Question]] = {}
     for image, question in questions:
         by_image.setdefault(image, []).append(question)
@@ -66,12 +66,13 @@ def plan_questions(
     return Plan(corpus, records, (), Counter(), warnings, folders)
 
 
-def _count_repeats(questions: Iterable[tuple[str, Question]]) -> Counter[str]:
-    """Count questions repeated word for word within a split, and questions of other splits that are also in train."""
+def _count_irregular(questions: Sequence[tuple[str, Question]]) -> Counter[str]:
+    """Count blank questions, those repeated word for word within a split, and those of other splits also in train."""
     seen: Counter[tuple[str, ...]] = Counter()
     for image, question in questions:
         seen[question.split, image, _fold(question.question), _fold(question.answer)] += 1
     counts = Counter({"duplicate": sum(count - 1 for count in seen.values())})
+    counts["no_question"] = sum(not question.question for _, question in questions)
     for split, *rest in seen:
         counts["also_in_train"] += split != "train" and ("train", *rest) in seen
     return +counts

@@ -116,10 +116,12 @@ def read_table(path: Path, required: Iterable[str], folders: InputFolders) -> It
     Raises CorpusError as `read_lines`, or if it lacks a column or has it twice. No message quotes a cell; where the
     first line has none of the required columns, it may be a patient's row and is not quoted either.
     """
-    required, lines = tuple(required), read_lines(path, folders)
+    required, lines, line = tuple(required), read_lines(path, folders), 1
     try:
         first = next(lines, "")
-        reader = csv.DictReader(itertools.chain([first], lines), delimiter=_separator(first, required))
+        separator = _separator(first, required)
+        # strict: a quote that is not closed would join all rows up to the next one
+        reader = csv.DictReader(itertools.chain([first], lines), delimiter=separator, strict=True)
         columns = reader.fieldnames or ()
         if columns and not set(columns) & set(required):
             state = f"{path}: the first line has none of the columns {', '.join(required)} in its {len(columns)} fields"
@@ -130,11 +132,13 @@ def read_table(path: Path, required: Iterable[str], folders: InputFolders) -> It
             if None in row or None in row.values():
                 where = f"{path}, line {reader.line_num}"
                 raise malformed(where, "expected as many fields as in the header; quote texts with a separator")
+            line = reader.line_num
             yield row
     except csv.Error as error:
         if "field limit" in str(error):
             raise _too_large(str(path), f"a cell of {MAX_CELL_CHARACTERS}") from None
-        raise malformed(path, f"not readable as a CSV table ({error}); check its quotes") from error
+        message = f"not readable as a CSV table ({error}); close each quote, and double those within quoted texts"
+        raise malformed(f"{path}, after line {line}", message) from error
 
 
 def _separator(header: str, required: Sequence[str]) -> str:
@@ -163,7 +167,7 @@ def read_json_lines(
             raise CorpusError(message, "malformed") from error
         if not isinstance(row, dict):
             raise CorpusError(f"{path}, row {number}: expected a JSON object", "malformed")
-        check_columns(path, list(row), required)
+        check_columns(f"{path}, row {number}", list(row), required)
         yield number, row
 
 
@@ -207,18 +211,18 @@ def _too_large(where: str, what: str) -> CorpusError:
     return CorpusError(f"{where}: expected at most {what} characters; {advice}", "too_large")
 
 
-def check_columns(path: Path, columns: Sequence[str], required: Sequence[str]) -> None:
+def check_columns(where: object, columns: Sequence[str], required: Sequence[str]) -> None:
     """Raise CorpusError that names the missing and the present columns when a required one is missing or repeated."""
     repeated = [name for name in required if columns.count(name) > 1]
     if repeated:
         message = (
-            f"{path} has the column {repeated[0]} {columns.count(repeated[0])} times; rename or remove all but one"
+            f"{where} has the column {repeated[0]} {columns.count(repeated[0])} times; rename or remove all but one"
         )
         raise CorpusError(message, "conflict", field=repeated[0])
     missing = [name for name in required if name not in columns]
     if missing:
         plural = "s" if len(missing) > 1 else ""
-        message = f"{path} lacks the column{plural} {', '.join(missing)}; it has {', '.join(columns)}"
+        message = f"{where} lacks the column{plural} {', '.join(missing)}; it has {', '.join(columns)}"
         raise CorpusError(message, "missing", field=missing[0])
 
 

@@ -92,6 +92,8 @@ def _sample(
         warnings["patient_unknown"] += 1
     text = " ".join(row["text"].split())
     warnings["empty_report"] += not text
+    labels = _LABEL.findall(row["label"])
+    warnings["label_unreadable"] += bool(row["label"].strip(" '")) and not labels
     return Sample(
         key=deid.image(f"{source} {row['id']} {row['img']}"),
         corpus=NAME,
@@ -100,7 +102,7 @@ def _sample(
         study=deid.study(patient, study),
         image=image,
         sections={"findings": text} if text else {},
-        extra={"medvill_labels": _LABEL.findall(row["label"])},
+        extra={"medvill_labels": labels},
     )
 
 

@@ -56,7 +56,7 @@ def plan(
     if split is not None:
         check_choice(split, SPLITS, "split")
     labels, splits = _read_labels(root, labeler, allowed), _read_splits(root, allowed)
-    table, excluded, records = _table(root, "metadata"), Counter[str](), Records()
+    table, excluded, warnings, records = _table(root, "metadata"), Counter[str](), Counter[str](), Records()
     orders = _read_orders(table, allowed)
     suffix: str | None = None
     for row in tables.read_table(table, _COLUMNS, allowed):
@@ -78,12 +78,12 @@ def plan(
             patient=deid.patient(subject),
             study=deid.study(subject, study),
             image=(root / folder / dicom_id).with_suffix(suffix or ".dcm"),
-            labels=labels.get(study, {}),
+            labels=_labels_of(study, labels, warnings),
             view=row["ViewPosition"] or None,
             order=orders.get(study),
         )
         records.append(Record(sample, report=(reports / folder).with_suffix(".txt")))
-    return Plan(NAME, records, FINDINGS, excluded, folders=allowed)
+    return Plan(NAME, records, FINDINGS, excluded, +warnings, allowed)
 
 
 def _check_folders(root: Path, reports: Path) -> None:
@@ -128,6 +128,11 @@ def _read_orders(table: Path, allowed: InputFolders) -> dict[str, int]:
         if date.isdecimal() and time.replace(".", "", 1).isdecimal():
             times[row["subject_id"]].setdefault(row["study_id"], (int(date), float(time), row["study_id"]))
     return tables.order_studies(times)
+
+
+def _labels_of(study: str, labels: Mapping[str, Mapping[str, int]], warnings: Counter[str]) -> Mapping[str, int]:
+    warnings["no_labels"] += study not in labels
+    return labels.get(study, {})
 
 
 def _read_labels(root: Path, labeler: str, allowed: InputFolders) -> dict[str, Mapping[str, int]]:

@@ -120,6 +120,9 @@ def test_layout_with_tables_of_splits(tmp_path: Path) -> None:
     plan = lvit_layout.plan(tmp_path, DEID, name="qata")
     got = {record.sample.sections["description"]: record.sample.split for record in plan.records}
     assert got == {"text a": "train", "text b": "train", "text c": "validate", "text d": "test"}
+    assert not plan.warnings["listed_image_missing"]
+    write_table(tmp_path / "Val_ID.csv", ["Image"], [["mask_c.png"], ["mask_lost.png"]])
+    assert lvit_layout.plan(tmp_path, DEID, name="qata").warnings["listed_image_missing"] == 1
     write_table(tmp_path / "Val_ID.csv", ["Image"], [["mask_other.png"]])
     with raises(CorpusError, "malformed", "Image"):
         lvit_layout.plan(tmp_path, DEID, name="qata")

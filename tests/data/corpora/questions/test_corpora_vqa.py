@@ -95,6 +95,14 @@ def test_slake_keeps_one_language_and_unanswered_questions(tmp_path, deid):
     assert chinese["1"].answer == "肺"
 
 
+@pytest.mark.parametrize("blank", [None, "NULL", " "])
+def test_blank_questions_are_counted(tmp_path, deid, blank):
+    path = write_slake(tmp_path) / "train.json"
+    rows = json.loads(path.read_text())
+    path.write_text(json.dumps([rows[0] | {"question": blank}, *rows[1:]]))
+    assert slake.plan(tmp_path, deid).warnings["no_question"] == 1
+
+
 def test_slake_accepts_both_names_of_the_validation_file(tmp_path, deid):
     plan = slake.plan(write_slake(tmp_path, "validation.json"), deid)
     assert len(plan.records) == 4
