@@ -29,8 +29,10 @@ SentenceSum = Literal["sum", "mean"]
 
 _LOWEST = torch.finfo(torch.float32).min
 """Score of entries excluded from a log-sum-exp; minus infinity would give NaN gradients if all are excluded."""
-_CHUNK_BYTES, _KEPT_BYTES = 2**28, 2**30
-"""Memory of a critic's hidden values at a time, and above which they are recomputed in the backward pass."""
+_CHUNK_BYTES, _CPU_CHUNK_BYTES = 2**28, 2**24
+"""Memory of a critic's hidden values at a time. C libraries give larger blocks back to the system after each use."""
+_KEPT_BYTES = 2**30
+"""Memory of hidden values above which they are recomputed in the backward pass."""
 
 
 def dv_bound(positive_P: Tensor, negative_N: Tensor, mask_N: Tensor | None = None) -> Tensor:
@@ -172,7 +174,9 @@ class SeparableCritic(nn.Module):
         sentences_MSD = sentences_MSD.masked_fill(~mask_MS[:, :, None], 0.0)
         regions_NPH, sentences_QH = self._first(regions_NPD, sentences_MSD.flatten(0, 1))
         with torch.no_grad():
-            best_NQ = self._scores(regions_NPH[:, :, None], sentences_QH, highest=True)
+            columns = max(1, _chunk_bytes(sentences_QH) // self._pair_bytes(regions_NPH.shape[1]))
+            parts = sentences_QH.split(columns)
+            best_NQ = torch.cat([self._scores(regions_NPH[:, :, None], part, highest=True) for part in parts], dim=1)
         best_NQH = best_NQ[:, :, None].expand(-1, -1, regions_NPH.shape[2])
         score_NMS = self._scores(regions_NPH.gather(1, best_NQH), sentences_QH).unflatten(1, mask_MS.shape)
         total_NM = score_NMS.masked_fill(~mask_MS, 0.0).sum(dim=2)
@@ -187,9 +191,8 @@ class SeparableCritic(nn.Module):
 
     def _scores(self, left: Tensor, right_QH: Tensor, *, highest: bool = False) -> Tensor:
         """Return the scores of sums of first-layer parts, in chunks of rows; with `highest`, indices of the best."""
-        pairs = right_QH.shape[0] * (left.shape[1] if highest else 1)
-        row_bytes = 4 * pairs * sum(self.hidden)
-        rows = max(1, _CHUNK_BYTES // max(1, row_bytes))
+        row_bytes = len(right_QH) * self._pair_bytes(left.shape[1] if highest else 1)
+        rows = max(1, _chunk_bytes(right_QH) // max(1, row_bytes))
         recompute = torch.is_grad_enabled() and len(left) * row_bytes > _KEPT_BYTES
         chunks = []
         for chunk in left.split(rows):
@@ -200,6 +203,14 @@ class SeparableCritic(nn.Module):
                 chunks.append(scores.argmax(dim=1) if highest else scores)
         return torch.cat(chunks)
 
+    def _pair_bytes(self, regions: int) -> int:
+        """Return the memory of the hidden values of an image and a text, or of an image's regions and a sentence."""
+        return 4 * regions * sum(self.hidden)
+
     def _score(self, left: Tensor, right_QH: Tensor) -> Tensor:
         scores: Tensor = self.rest(left + right_QH).squeeze(-1).float()
         return scores
+
+
+def _chunk_bytes(features: Tensor) -> int:
+    return _CPU_CHUNK_BYTES if features.is_cpu else _CHUNK_BYTES

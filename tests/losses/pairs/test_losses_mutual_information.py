@@ -131,7 +131,7 @@ def test_critic_equals_concatenated_pairs(
 ) -> None:
     """In value and in the gradients of inputs and parameters, in chunks and recomputed."""
     if again:
-        monkeypatch.setattr(mutual_information, "_CHUNK_BYTES", 3 * 4 * 4 * sum(hidden))
+        monkeypatch.setattr(mutual_information, "_CPU_CHUNK_BYTES", 3 * 4 * 4 * sum(hidden))
         monkeypatch.setattr(mutual_information, "_KEPT_BYTES", 0)
     model, weight_NM = critic(hidden), features(7, 4, seed=3)
     results = []
@@ -151,7 +151,7 @@ def test_local_critic_equals_its_formula(
 ) -> None:
     """For each sentence the best region, summed over sentences; the gradient is that of the maximum."""
     if again:
-        monkeypatch.setattr(mutual_information, "_CHUNK_BYTES", 1)
+        monkeypatch.setattr(mutual_information, "_CPU_CHUNK_BYTES", 1)
         monkeypatch.setattr(mutual_information, "_KEPT_BYTES", 0)
     model, lengths = critic(), [3, 1, 2, 0]
     mask_MS = torch.arange(3) < torch.tensor(lengths)[:, None]
