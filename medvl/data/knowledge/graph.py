@@ -141,7 +141,7 @@ def _lines(path: Path, hashes: Mapping[str, Any]) -> list[str]:
         raise CorpusError(f"{path} is missing; build the graph again", "not_found") from None
     if hashlib.sha256(content).hexdigest() != hashes.get(path.name):
         raise CorpusError(f"{path} differs from {MANIFEST}; build the graph again", "mismatch")
-    return content.decode().splitlines()
+    return [line for line in content.decode().split("\n") if line]
 
 
 def _combine(hashes: Mapping[str, Any]) -> str:

@@ -53,7 +53,7 @@ def radgraph_statements(
     text = path.read_text(encoding="utf-8")
     try:
         reports = parse_json(text) if not path.name.endswith(".jsonl") else {
-            row["study"]: row for line in text.splitlines() if line.strip() for row in [parse_json(line)]
+            row["study"]: row for line in text.split("\n") if line.strip() for row in [parse_json(line)]
         }  # fmt: skip
         items = list(reports.items())
     except (ValueError, KeyError, TypeError, AttributeError):

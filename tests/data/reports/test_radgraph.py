@@ -61,7 +61,8 @@ def test_observations_become_statements_with_modifiers_and_places(tmp_path: Path
     named = [study for study, _ in radgraph_statements(path, deid.study)]
     assert named == [deid.study("10000032", "50414267"), "other"]
     lines = tmp_path / "graphs.jsonl"
-    lines.write_text(json.dumps({"study": "a", **report(long)}) + "\n\n")
+    row = {"text": "a line\u2028separator", "study": "a", **report(long)}
+    lines.write_text(json.dumps(row, ensure_ascii=False) + "\n\n")
     assert list(radgraph_statements(lines)) == [("a", STATEMENTS)]
 
 
