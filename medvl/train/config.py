@@ -157,6 +157,8 @@ class TrainConfig:
     """Seed of the steps (dropout, masking); the loader has a seed of its own."""
 
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
+    """Numbers of the step; weights and optimiser stay in float32. A CPU without instructions for bf16 computes it in
+    float32."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     channels_last: bool = False
     """Use the channels-last memory format: faster convolutions on a GPU."""

@@ -134,7 +134,7 @@ def _measure(training: Training, run: Run, workers: int, seconds: float) -> Exam
     loader, on_gpu = run.data.train, device.type == "cuda"
     return Examination(
         device=torch.cuda.get_device_name(device) if on_gpu else "CPU",
-        precision=config.precision,
+        precision=training.state.precision.kind,
         cores=cpu_cores(),
         threads=torch.get_num_threads(),
         workers=workers,

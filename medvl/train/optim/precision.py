@@ -1,6 +1,7 @@
 """Number formats of the step: float32 or 16-bit autocast; weights and optimiser stay in float32."""
 
 import contextlib
+import logging
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
@@ -8,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+_log = logging.getLogger(__name__)
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 _LOWEST_SCALE = 1.0
@@ -15,9 +17,16 @@ _LOWEST_SCALE = 1.0
 
 
 class Precision:
-    """Autocast, and for fp16 a loss scale that keeps small gradients from vanishing."""
+    """Autocast, and for fp16 a loss scale that keeps small gradients from vanishing.
+
+    On a CPU whose instructions do not multiply bfloat16 (x86 without AVX-512), where torch is 15 times as slow in it as
+    in float32, "bf16" is computed in float32.
+    """
 
     def __init__(self, kind: Literal["fp32", "bf16", "fp16"], device: torch.device) -> None:
+        if kind == "bf16" and device.type == "cpu" and not _cpu_multiplies_bf16():
+            _log.warning("bf16 is computed in float32: this CPU has no instructions for it, and would be slower")
+            kind = "fp32"
         self.kind, self.device = kind, device
         self.scaler = torch.amp.GradScaler(device.type, enabled=kind == "fp16")
 
@@ -69,3 +78,8 @@ class Precision:
         """Restore what `state_dict` returned."""
         if state:
             self.scaler.load_state_dict(dict(state))
+
+
+def _cpu_multiplies_bf16() -> bool:
+    supported: bool = torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    return supported

@@ -104,7 +104,7 @@ def test_a_large_matrix_is_computed_in_blocks(
     monkeypatch.setattr(blockwise, "_CPU_BLOCK_BYTES", 4 * BATCH * 2)
     monkeypatch.setattr(blockwise, "_blocks", lambda batch, rows: calls.append(rows) or blocks(batch, rows))
     for ours, expected in zip(actual(), plain, strict=True):
-        torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(ours, expected, rtol=1e-5, atol=5e-6)
     assert set(calls) == {2}
 
 
