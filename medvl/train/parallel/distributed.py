@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.rendezvous import rendezvous
 
+from medvl.common.heap import keep_freed_memory
 from medvl.common.ranks import exchange_bytes, rank_and_world
 from medvl.errors import ConfigError, TrainingError
 
@@ -194,7 +195,7 @@ def average_gradients(parameters: Sequence[nn.Parameter], ranks: RankInfo) -> No
 
 @contextlib.contextmanager
 def machine_settings(ranks: RankInfo, num_threads: int | None, deterministic: bool, precision: str) -> Iterator[None]:
-    """Set torch's CPU threads and GPU algorithms for a run; restore them on exit.
+    """Set torch's CPU threads and GPU algorithms for a run; restore them on exit. On a CPU, freed memory is kept.
 
     Without `num_threads`, the ranks on a CPU share the cores that are idle at the start: torch's threads wait for each
     other actively, so that one of them on a busy core slows down all. torchrun gives each of several ranks one thread,
@@ -205,6 +206,8 @@ def machine_settings(ranks: RankInfo, num_threads: int | None, deterministic: bo
     threads_before = torch.get_num_threads()
     algorithms_before = torch.are_deterministic_algorithms_enabled()
     matmul_before, benchmark_before = torch.get_float32_matmul_precision(), torch.backends.cudnn.benchmark
+    if ranks.device.type == "cpu":
+        keep_freed_memory()
     if ranks.device.type == "cuda":
         torch.backends.cudnn.benchmark = not deterministic
         if precision != "fp32":
