@@ -25,7 +25,7 @@ class Precision:
 
     def __init__(self, kind: Literal["fp32", "bf16", "fp16"], device: torch.device) -> None:
         if kind == "bf16" and device.type == "cpu" and not _cpu_multiplies_bf16():
-            _log.warning("bf16 is computed in float32: this CPU has no instructions for it, and would be slower")
+            _log.info("bf16 is computed in float32: this CPU has no instructions for it, and would be slower")
             kind = "fp32"
         self.kind, self.device = kind, device
         self.scaler = torch.amp.GradScaler(device.type, enabled=kind == "fp16")

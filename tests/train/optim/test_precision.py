@@ -16,7 +16,7 @@ def test_bf16_is_computed_in_float32_where_a_cpu_would_emulate_it(
     supported: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(module, "_cpu_multiplies_bf16", lambda: supported)
-    with caplog.at_level(logging.WARNING):
+    with caplog.at_level(logging.INFO):
         precision = Precision("bf16", CPU)
     assert ("computed in float32" in caplog.text) is not supported
     assert precision.kind == ("bf16" if supported else "fp32")
