@@ -168,7 +168,7 @@ _SCREENS: dict[str, re.Pattern[str]] = {
 _IDENTITY = re.compile(
     r"\b(?:patient(?: name| id.*)?$|name\b|m\.?r\.?n\b|record (?:number|no)\b|d\.?o\.?b\b|birth|accession|account|ssn\b"
     r"|social security|address|phone|physician|doctor|radiologist|attending|resident\b|referr|dictat|transcri"
-    r"|sign(?:ed|ature)|(?:read|verified|interpreted|approved|electronically) )",
+    r"|sign(?:ed|ature)|(?:read|verified|interpreted|approved|electronically) |(?:reported|reviewed|typed) by\b)",
     re.IGNORECASE,
 )
 

@@ -7,6 +7,7 @@ underscores. Sections may be missing, empty, repeated, or named after the examin
 
 import dataclasses
 import re
+import string
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
@@ -85,7 +86,12 @@ _MARKDOWN_LABEL = re.compile(
 _LIST_ITEM = re.compile(r"[ \t]*(?:[-*•][ \t]|\(?\d{1,2}[.)][ \t]+[A-Z_])")
 _ADDENDUM = re.compile(r"\s*ADDENDUM\b[\s:]*")
 _SIGNATURE = re.compile(
-    r"[ \t]*(?:(?:electronically|digitally) )?(?:signed|dictated|transcribed|verified|approved|interpreted|read) by\b",
+    r"[ \t]*(?:(?:electronically|digitally) )?(?:signed|dictated|transcribed|typed|verified|approved|interpreted|read)"
+    r" by\b|[ \t]*/s/(?=[ \t]|$)",
+    re.IGNORECASE,
+)
+_RECORD_NUMBER = re.compile(
+    r"[ \t]*(?P<label>MRN|(?:medical )?record (?:number|no)|accession(?: (?:number|no))?)\b[ \t.#]*(?=\d{4})",
     re.IGNORECASE,
 )
 _LETTER_OR_DIGIT = re.compile(r"[^\W_]")
@@ -165,9 +171,10 @@ def parse_report(text: str) -> Report:
 
     A header is at the start of a line and ends with a colon. In capitals, any words are a header; in lower case, only
     the names in this module's table and those that identify a person (`Date of birth:`), so that `Dr. X:` and `at 3:00`
-    are not. Signatures (`Electronically signed by Jane Doe`) need no colon. A header may be a heading or bold in
-    Markdown (`## Findings`, `**FINDINGS:**`). Common headers in capitals are also recognised within a line, for reports
-    that have lost their line breaks: after a full stop or two blanks, and in a report of one line after any blank.
+    are not. Signatures (`Electronically signed by Jane Doe`, `/s/ Jane Doe`) and record numbers (`MRN# 12345`) need no
+    colon. A header may be a heading or bold in Markdown (`## Findings`, `**FINDINGS:**`). Common headers in capitals
+    are also recognised within a line, for reports that have lost their line breaks: after a full stop or two blanks,
+    and in a report of one line after any blank.
     """
     sections: dict[str, str] = {}
     empty: dict[str, None] = {}
@@ -256,8 +263,12 @@ def _header(line: str, inside: str | None) -> tuple[str, str] | None:
     """Return (section, rest of the line) when `line` begins with a header, else None."""
     line = _without_markdown(line)
     signature = _SIGNATURE.match(line)
-    if signature is not None and signature[0].lstrip()[:1].isupper():
-        return " ".join(signature[0].lower().split()), line[signature.end() :].lstrip(" \t:")
+    if signature is not None and signature[0].lstrip()[:1] in string.ascii_uppercase + "/":
+        name = " ".join(signature[0].lower().split())
+        return "signed by" if name == "/s/" else name, line[signature.end() :].lstrip(" \t:")
+    number = _RECORD_NUMBER.match(line)
+    if number is not None:
+        return " ".join(number["label"].lower().split()), line[number.end() :]
     match = _HEADER.match(line)
     label, rest = (match["label"], match["rest"]) if match else (line.strip(), "")
     plain = " ".join(label.lower().split())

@@ -153,6 +153,8 @@ def test_find_identifiers(text, counts):
         ("ordering physician", True, True),
         ("medical record number", True, True),
         ("electronically signed by", True, True),
+        ("reported by", True, True),
+        ("reported history", False, False),
         ("discussed with the physician", True, False),
         ("findings", False, False),
         ("date", False, False),

@@ -1,6 +1,8 @@
 """Figures of the literature: their texts, and splits that keep the figures of one article together."""
 
 import dataclasses
+import html
+import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, get_args
@@ -14,17 +16,19 @@ from medvl.errors import CorpusError, SplitError
 MIN_WORDS = 3
 """Shorter captions and references do not describe the image ("see text"); M3AE leaves out the same."""
 
+_ENTITY = re.compile(r"&(?:#\d{1,7}|#[xX][0-9a-fA-F]{1,6}|[A-Za-z][A-Za-z0-9]{1,31});")
+
 SplitRule = Literal["official", "repaired", "by-article"]
 
 
 def figure_sections(caption: str | None, references: Iterable[str] | None, warnings: Counter[str]) -> dict[str, str]:
     """Return the texts of a figure: `caption`, then `reference-1`, `reference-2`, ... in the order of the article.
 
-    White space is collapsed. Blank texts, short texts and repeats are left out and counted in `warnings`; the
-    remaining references are numbered without gaps.
+    Entities of HTML are replaced (`&lt;`), and white space is collapsed. Blank texts, short texts and repeats are left
+    out and counted in `warnings`; the remaining references are numbered without gaps.
     """
     sections: dict[str, str] = {}
-    text = " ".join((caption or "").split())
+    text = _clean(caption or "")
     if _is_long_enough(text):
         sections["caption"] = text
     else:
@@ -32,7 +36,7 @@ def figure_sections(caption: str | None, references: Iterable[str] | None, warni
     seen = set(sections.values())
     count = 0
     for reference in references or ():
-        text = " ".join(reference.split())
+        text = _clean(reference)
         if text in seen:
             warnings["repeated_reference"] += 1
         elif not _is_long_enough(text):
@@ -42,6 +46,10 @@ def figure_sections(caption: str | None, references: Iterable[str] | None, warni
             count += 1
             sections[f"reference-{count}"] = text
     return sections
+
+
+def _clean(text: str) -> str:
+    return " ".join(_ENTITY.sub(lambda entity: html.unescape(entity[0]), text).split())
 
 
 def read_references(row: Mapping[str, Any], field: str, where: str) -> list[str]:

@@ -46,6 +46,14 @@ def test_figure_sections_are_caption_and_references_in_order() -> None:
     assert warnings == {"short_reference": 1, "repeated_reference": 1}
 
 
+def test_figure_sections_have_no_entities_of_html() -> None:
+    texts = ["nodule of &lt;&nbsp;3 mm, Broca&#39;s area", "a T1&amp;T2 &#x2013; AT&T &unknown; R&D &lt 5"]
+    assert figure_sections(texts[0], texts[1:], Counter()) == {
+        "caption": "nodule of < 3 mm, Broca's area",
+        "reference-1": "a T1&T2 \u2013 AT&T &unknown; R&D &lt 5",
+    }
+
+
 @pytest.mark.parametrize(
     ("caption", "reason"), [("", "blank_caption"), (None, "blank_caption"), ("CT", "short_caption")]
 )
