@@ -12,7 +12,8 @@ batches of 8,192. Both warm up for 40 epochs. Vocabulary: `medvl vocab shards/mi
 --max-tokens 256`. Differences: padding and visible words have no loss; mirrored images have mirrored texts, where the
 authors' keep their sides. `ecamp` has no summaries by a language model, reconstructs the large image itself in place
 of a super-resolution head, and masks entities and their neighbours first, where the released code draws every word
-alone, 0.75 of the entities and 0.7 of the others.
+alone, 0.75 of the entities and 0.7 of the others. `maco` crops as MRM does; its authors rotate by up to 20 degrees and
+scale by 0.8 to 1.2.
 
 Goals on MIMIC-CXR, fine-tuned on 1, 10 and 100 % (`medvl train classify_openi` on your shards), the published figures:
 AUROC of ChestX-ray14 0.79, 0.84 and 0.86, of CheXpert 0.89 at each. About 5 EFLOP: five hours of an H200.

@@ -184,9 +184,9 @@ def make_batch(name: str = "clip", rows: slice = slice(None)) -> Batch:
         )
     if name == "cxrclip":
         batch.other_view_BCHW, batch.has_other_view_B = batch.image_BCHW.flip(2), (torch.arange(PAIRS) % 3 == 1)[rows]
-        batch.has_second_text_B = (torch.arange(PAIRS) != 1)[rows]
     if name in ("medclip", "cxrclip"):
         batch.second_ids_BT, batch.second_mask_BT = batch.ids_BT % 20 + 10, batch.mask_BT
+        batch.has_second_text_B = (torch.arange(PAIRS) != 1)[rows]
     if name.startswith("radzero"):
         words = torch.tensor([[1, 2], [2, 0], [3, 3], [1, 4], [2, 5], [6, 0], [4, 1]])[rows]  # some in several samples
         batch.statement_ids_BST = torch.stack([words * 3 + 7, words * 2 + 9, words + 11], dim=2)

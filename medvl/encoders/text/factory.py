@@ -41,7 +41,7 @@ _HEADS = ("cls.", "lm_head.", "predictions.", "sop_classifier.", "classifier.")
 _IMAGE_KEYS = ("visual.", *CLIP_SCALARS)
 _PROJECTIONS = ("cls_projection_head.", "text.proj.", "text_projection", "text.text_projection")
 _NOT_BUILT = ("backbone.pooler.", "backbone.embeddings.position_ids")
-"""Pooler, which no published system uses, and the position counter that older versions of transformers stored."""
+"""Pooler, which is not built (KAD's is in its text head), and the counter of positions of older transformers."""
 _MEDVL_LAYOUT = (("backbone.", "backbone."), ("projection.", "projection."))
 
 

@@ -79,7 +79,6 @@ def _described(shapes: Shapes) -> dict[str, Any]:
     positions = shapes[f"{TEXT}embeddings.position_embeddings.weight"][0]
     return {
         **bert_fields(shapes, "bioclinicalbert"),
-        "fit": "squash",
         "max_tokens": min(MedKLIPConfig.max_tokens, positions),
         "projection_dim": shapes["text_head.weight"][0],
         "decoder_layers": count(shapes, "decoder.layers."),
@@ -97,7 +96,6 @@ def _kad(shapes: Shapes) -> KADConfig:
     width = shapes["image_head.0.weight"][1]  # of the third stage, at 224 pixels, or of the last one
     return KADConfig(
         image_size=512 if width == 2048 else 224,
-        fit="squash",
         image_arguments={} if width == 2048 else {"patch_level": -2},
         image_encoder=image["name"],
         text_encoder=text["name"],

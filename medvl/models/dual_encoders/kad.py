@@ -15,7 +15,6 @@ from medvl.data.reports.statements import stated_name
 from medvl.encoders import ImageEncoder, TextEncoder
 from medvl.encoders.text.projections import knowledge_head
 from medvl.losses.gather import gather
-from medvl.losses.pairs.positives import text_ids
 from medvl.models.base import complete_rows
 from medvl.models.dual_encoders.bases.queries import QueryConfig, QueryEncoder
 from medvl.models.registry import register_system
@@ -89,11 +88,10 @@ class KAD(QueryEncoder):
         report_BD = self.text_head(self.unnormalized_text(batch.ids_BT, batch.mask_BT))
         complete_K = complete_rows(batch)
         image_NE, report_NE = (gather(x[complete_K]) for x in (images.global_NE, F.normalize(report_BD.float(), dim=1)))
-        group_N = gather(text_ids(batch.ids_BT, batch.mask_BT)[complete_K])
         scale = self.logit_scale.exp()
         contrast = (images.global_NE.sum() + report_BD.sum() + scale) * 0
         if len(image_NE):
-            contrast = losses.clip(image_NE, report_NE, scale, groups=(group_N,))
+            contrast = losses.clip(image_NE, report_NE, scale)
         vectors_QD = self.text_head(self.book.vectors_QD)
         asked_BQD = self.decoder(vectors_QD.expand(len(report_BD), -1, -1), report_BD[:, None])
         has_text_B1 = batch.mask_BT.any(dim=1) if batch.has_text_B is None else batch.has_text_B

@@ -54,7 +54,8 @@ class MedCLIP(LearnedScale, BertDualEncoder):
     the side that they have.
 
     The loss is the mean over a text and another one of the same sample (`Inputs.second_text`). The released code makes
-    that one by random edits of the words; here it is a second draw of the recipe's text policy.
+    that one by random edits of the words; here it is a second draw of the recipe's text policy. Samples without a
+    second text (`Batch.has_second_text_B`) have no column for it.
     """
 
     Config = MedCLIPConfig
@@ -83,8 +84,9 @@ class MedCLIP(LearnedScale, BertDualEncoder):
         """See the base class. Every side has the rows that exist; placeholders are not encoded."""
         texts = {"texts": self._embed(batch.has_text_B, self.embed_ids, batch.ids_BT, batch.mask_BT)}
         if batch.second_ids_BT is not None and batch.second_mask_BT is not None:
-            second = batch.second_ids_BT, batch.second_mask_BT
-            texts["second"] = self._embed(batch.has_text_B, self.embed_ids, *second)
+            flags = [each_B for each_B in (batch.has_text_B, batch.has_second_text_B) if each_B is not None]
+            has_B = torch.stack(flags).all(dim=0) if flags else None
+            texts["second"] = self._embed(has_B, self.embed_ids, batch.second_ids_BT, batch.second_mask_BT)
         images = self._embed(batch.has_image_B, self.embed_images, batch.image_BCHW)
         return Pairs(images=images, texts=texts.pop("texts"), others=texts)
 
@@ -93,11 +95,13 @@ class MedCLIP(LearnedScale, BertDualEncoder):
         pairs = pairs.gather()
         assert pairs.labels_BL is not None, "the base class adds the labels of the batch"
         images, scale, kind, terms = pairs.images, self.scale(), self.config.label_similarity, []
+        sides = (pairs.texts, *pairs.others.values())
         present_BL = (pairs.labels_BL == POSITIVE).float()
-        for texts in (pairs.texts, *pairs.others.values()):
+        for texts in sides:
             targets_NM = label_similarity(present_BL[images.pair_N], present_BL[texts.pair_N], kind)
             terms.append(soft_targets(images.global_NE, texts.global_NE, targets_NM, scale))
-        return Losses.sum(semantic_matching=torch.stack(terms).mean())
+        count = sum(len(texts) > 0 for texts in sides)
+        return Losses.sum(semantic_matching=torch.stack(terms).sum() / max(1, count))
 
     def _embed(self, has_B: Tensor | None, embed: Any, *inputs_B: Tensor) -> Embeddings:
         """Return the embeddings of the rows that exist, with their numbers.

@@ -23,8 +23,8 @@ from medvl.schema import Embeddings, Inputs, Losses
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MutualInfoConfig(BertDualConfig):
-    """Settings of the released code: the global part alone, with the output of BERT's pooler in place of the paper's
-    [CLS]. `projection_dim` has no effect."""
+    """Settings of the released code: the global part alone. Its text vector is the output of BERT's pooler; here it is
+    the state of [CLS], as in the paper. `projection_dim` has no effect."""
 
     image_encoder: str = "resnet256"
     image_size: int = 256

@@ -12,15 +12,23 @@ import torch.nn.functional as F
 from helpers import contrastive_ranks
 from helpers.contrastive_ranks import FIRST, flat, sample_pairs
 from helpers.contrastive_systems import PAIRS, SYSTEMS, make_batch
+from helpers.errors import raises
 from helpers.two_ranks import run_two_ranks
 from torch import Tensor, nn
 
+from medvl.errors import ConfigError
+from medvl.models import ConVIRTConfig
 from medvl.models.dual_encoders.bases.pairs import Pairs
 from medvl.schema import Batch, Losses
 
 
 def flags(*values: int) -> Tensor:
     return torch.tensor(values, dtype=torch.bool)
+
+
+def test_other_positives_are_refused() -> None:
+    with raises(ConfigError, "unknown_name", "positives"):
+        ConVIRTConfig(positives="patient")
 
 
 def gradients(model: nn.Module) -> dict[str, Tensor]:

@@ -39,7 +39,10 @@ def naive(model: Any, batch: Batch, kind: str = "cosine") -> float:
     with_text = range(len(batch)) if batch.has_text_B is None else batch.has_text_B.nonzero().flatten().tolist()
     scale, losses = model.logit_scale.exp(), []
     image_BE = model.encode_image(batch.image_BCHW)
-    for ids_BT, mask_BT in ((batch.ids_BT, batch.mask_BT), (batch.second_ids_BT, batch.second_mask_BT)):
+    has_B = flags(*[1] * len(batch)) if batch.has_second_text_B is None else batch.has_second_text_B
+    with_second = [row for row in with_text if has_B[row]]
+    sides = ((batch.ids_BT, batch.mask_BT, with_text), (batch.second_ids_BT, batch.second_mask_BT, with_second))
+    for ids_BT, mask_BT, with_text in sides:
         text_BE = model.encode_text(ids_BT, mask_BT)
 
         def direction(rows: Any, columns: Any, row_BE: Tensor, column_BE: Tensor) -> float:
@@ -64,6 +67,16 @@ def test_the_loss_is_the_papers(kind: str) -> None:
         assert model(batch).total.item() == pytest.approx(naive(model, batch, kind), rel=1e-4)
         some = dataclasses.replace(batch, has_image_B=flags(1, 1, 0, 1, 0, 0, 1), has_text_B=flags(0, 1, 1, 0, 1, 1, 1))
         assert model(some).total.item() == pytest.approx(naive(model, some, kind), rel=1e-4)
+
+
+def test_samples_without_a_second_text_have_no_column_for_it() -> None:
+    model, batch = medclip().eval(), whole(has_text_B=flags(0, 1, 1, 1, 1, 1, 1))
+    some = dataclasses.replace(batch, has_second_text_B=flags(1, 0, 1, 1, 0, 1, 1))
+    none = dataclasses.replace(batch, has_second_text_B=flags(*[0] * PAIRS))
+    alone = dataclasses.replace(batch, second_ids_BT=None, second_mask_BT=None)
+    with torch.no_grad():
+        assert model(some).total.item() == pytest.approx(naive(model, some), rel=1e-4)
+        assert model(none).total.item() == pytest.approx(model(alone).total.item(), rel=1e-6)
 
 
 def test_the_initial_loss_is_that_of_a_guess() -> None:

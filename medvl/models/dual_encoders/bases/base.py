@@ -4,13 +4,13 @@ import abc
 import contextlib
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, ClassVar, Literal, Unpack, final
+from typing import Any, ClassVar, Literal, Unpack, final, get_args
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from medvl.common.checks import check_within
+from medvl.common.checks import check_choice, check_within
 from medvl.encoders import ImageEncoder, TextEncoder, freeze_batch_norm_statistics
 from medvl.errors import ConfigError
 from medvl.losses.gather import rows_by_rank
@@ -42,6 +42,7 @@ class DualEncoderConfig(TowersConfig):
 
     def __post_init__(self) -> None:
         check_within(self, "[1, inf)", "projection_dim")
+        check_choice(getattr(self, "positives", "own"), get_args(Positives), "positives")
 
 
 class DualEncoder(TwoTowers):

@@ -3,7 +3,7 @@
 import contextlib
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Literal, Self
 
 import torch
 import torch.nn.functional as F
@@ -33,6 +33,8 @@ _QUERIES = 256
 class QueryConfig(QueryDecoderConfig, DualEncoderConfig):
     """Settings of a system with queries of entities."""
 
+    fit: Literal["crop", "pad", "squash"] = "squash"
+    """As in the authors' tests."""
     entities: tuple[str, ...] = FINDINGS
     """Names of the entities: the label columns of the shards, in their order."""
     descriptions: Mapping[str, str] = dataclasses.field(default_factory=dict)
