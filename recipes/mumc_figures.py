@@ -5,10 +5,11 @@
     torchrun recipes/mumc_figures.py tiny --help     # every setting
     torchrun recipes/vqa_finetune.py --init-from runs/mumc/best --head ranking --optim.lr 2e-5     # fine-tune for VQA
 
-Preset `paper`: both encoders of an ALBEF, as published; 256 pixels, 15 % of the patches removed; AdamW at 3e-4 with
-weight decay 0.05, warmed up for 3,000 steps, times 0.9 after each of 30 epochs, batches of 32; crops of 0.2 to 1.0 of
-the image. Differences: the published run trains on ROCO's test split too, and this one on its training split only; no
-RandAugment, and no flips, because texts name sides.
+Preset `paper`: both encoders of an ALBEF, whose statistics of the pixels it keeps; 256 pixels, 15 % of the patches
+removed; AdamW at 3e-4 with weight decay 0.05, warmed up for 3,000 steps, times 0.9 after each of 30 epochs, batches of
+32; crops of 0.2 to 1.0 of the image. Differences: the published run starts from ALBEF's fusion-encoder and heads too,
+and trains on ROCO's test split too, this one on its training split only; no RandAugment, and no flips, because texts
+name sides.
 
 Preset `tiny`: starts from the ResNet-10 and the three-layer BERT of the quickstart's ConVIRT, with a fusion-encoder of
 two layers, a short queue, and a teacher that follows faster. Cells of the ResNet's grid are removed, a quarter of them.
@@ -21,7 +22,7 @@ from medvl.models import MUMCConfig
 from medvl.train import DataConfig, OptimConfig, Recipe, StepDecay, TrainConfig, launch, pretraining_run, quickstart
 
 paper = Recipe(
-    model=MUMCConfig(),
+    model=MUMCConfig(image_encoder="vit_b16", image_arguments={}),
     pretrained=False,
     init_from=Path("runs/albef/best"),
     data=DataConfig(

@@ -15,7 +15,7 @@ import dataclasses
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from medvl.data import EvalTransform, RandomSection
+from medvl.data import ConVIRTAugmentation, RandomSection
 from medvl.train import DataConfig, Linear, OptimConfig, TrainConfig, launch, quickstart
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ paper = Recipe(
         train="shards/roco/train",
         valid=Path("shards/roco/validation"),
         text=RandomSection(),
-        image=EvalTransform(size=384),
+        image=ConVIRTAugmentation.crop(384, area=(0.9, 1.0)),
     ),
     optim=OptimConfig(lr=5e-6, weight_decay=0.01, betas=(0.9, 0.98), schedule=Linear(warmup_steps=256)),
     train=TrainConfig(

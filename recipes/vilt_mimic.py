@@ -6,7 +6,8 @@
     torchrun recipes/vqa_finetune.py --init-from runs/vilt-mimic/best     # fine-tune for VQA
 
 Preset `paper`: one ViT-B/32 at 384 pixels over patches and 40 tokens; AdamW at 1e-4, 25,000 steps of 4,096 pairs, of
-which 2,500 warm up, then linear decay. No commit of the ViT's weights is pinned; name one to start from:
+which 2,500 warm up, then linear decay. Vocabulary: `medvl vocab shards/mimic-cxr-frontal/train vocab/mimic --size
+30000 --max-tokens 40`. No commit of the ViT's weights is pinned; name one to start from:
 `--model.image-weights timm/vit_base_patch32_384.augreg_in21k_ft_in1k@COMMIT`. Images are not augmented, because texts
 name sides and intensities.
 
@@ -26,10 +27,13 @@ paper = Recipe(
     data=DataConfig(
         train="shards/mimic-cxr-frontal/train",
         valid=Path("shards/mimic-cxr-frontal/validate"),
+        tokenizer=Path("vocab/mimic"),
         text=WholeText(),
         image=EvalTransform(size=384),
     ),
-    optim=OptimConfig(optimizer="adamw", lr=1e-4, weight_decay=0.01, schedule=Linear(warmup_steps=2500)),
+    optim=OptimConfig(
+        optimizer="adamw", lr=1e-4, betas=(0.9, 0.98), weight_decay=0.01, schedule=Linear(warmup_steps=2500)
+    ),
     train=TrainConfig(run_dir=Path("runs/vilt-mimic"), steps=25_000, global_batch=4096, precision="bf16"),
 )
 tiny = Recipe(

@@ -1,6 +1,7 @@
 """Every recipe: its error without data, the imports before it, and its presets."""
 
 import dataclasses
+import re
 import runpy
 from pathlib import Path
 from typing import Any
@@ -71,6 +72,18 @@ def test_recipe_has_presets_paper_and_tiny(recipe: Path) -> None:
     assert type(names["paper"]) is type(names["tiny"])
     assert names["prepare"].__doc__
     assert "torchrun" in names["__doc__"]
+
+
+def test_paper_has_a_tokenizer(recipe: Path) -> None:
+    """It comes from a folder, from published weights, or from the checkpoint that the preset or its text names."""
+    names = runpy.run_path(str(recipe))
+    paper, text = names["paper"], names["__doc__"]
+    if not hasattr(paper.data, "tokenizer"):
+        return
+    weights = getattr(getattr(paper, "model", None), "text_weights", None)
+    sources = [paper.data.tokenizer, getattr(paper, "pretrained", False), weights, paper.init_from]
+    named = re.search(rf"recipes/{recipe.name} [^\n]*--init-from|--model.text-weights", text)
+    assert any(sources) or named
 
 
 def test_every_recipe_starts_from_a_checkpoint(recipe: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -21,8 +21,8 @@ def at_image_size(model: FusionModel, size: int) -> FusionModel:
     that are computed, such as the pixel decoder's, belong to the new grid.
 
     Raises:
-        ConfigError: the model does not support the size, or has a tensor that depends on the image's size and is not
-            such a table.
+        ConfigError: the model does not support the size, numbers the cells of its images by rows of a table that words
+            have too, or has a tensor that depends on the image's size and is not such a table.
     """
     if size == model.config.image_size or isinstance(model.image_encoder, RegionEncoder):
         return model
@@ -31,15 +31,21 @@ def at_image_size(model: FusionModel, size: int) -> FusionModel:
     assert isinstance(other, FusionModel)
     encoders = [each.image_encoder for each in (model, other)]
     old, new = (each.grid(*each.image_size) for each in encoders if isinstance(each, ImageEncoder))
+    if model.numbers_cells and old != new:
+        raise _unsupported(f"positions of cells in {model.name} belong", model, size)
     tensors, expected = model.state_dict(), other.state_dict()
     for name, tensor in tensors.items():
         if tensor.shape != expected[name].shape:
             tensors[name] = resize_positions(tensor, old, new)
             if tensors[name].shape != expected[name].shape:
-                message = f"{name} of {model.name} belongs to images of {model.config.image_size} pixels, got {size}"
-                raise ConfigError(f"{message}; fine-tune at the former size", "unsupported", field="image_size")
+                raise _unsupported(f"{name} of {model.name} belongs", model, size)
     other.load_state_dict(tensors, strict=True)
     return other.train(model.training)
+
+
+def _unsupported(subject: str, model: FusionModel, size: int) -> ConfigError:
+    message = f"{subject} to images of {model.config.image_size} pixels, got {size}; fine-tune at the former size"
+    return ConfigError(message, "unsupported", field="image_size")
 
 
 def resize_positions(table: Tensor, old: tuple[int, int], new: tuple[int, int]) -> Tensor:

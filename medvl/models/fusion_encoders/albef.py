@@ -1,7 +1,7 @@
 """ALBEF: align before fuse (Li et al., arXiv 2107.07651, NeurIPS 2021). Both a dual-encoder and a fusion-encoder."""
 
 import dataclasses
-from typing import Any, Self, Unpack
+from typing import Any, Literal, Self, Unpack
 
 from medvl.data.tokenizer.tokenizer import Tokenizer
 from medvl.data.transforms.image import EvalTransform
@@ -24,6 +24,7 @@ class ALBEFConfig(AlignedFusionConfig):
     text_arguments: EncoderArguments = dataclasses.field(default_factory=lambda: {"num_hidden_layers": 6})
     """The lower half of BERT encodes the text; the upper half is the fusion-encoder of `layers` layers."""
     image_size: int = 256
+    fit: Literal["crop", "pad", "squash"] = "squash"
     whole_words: bool = False
     fusion_lr_mult: float = 1.0
     head_lr_mult: float = 1.0

@@ -53,7 +53,7 @@ class MedViLLConfig(FusionConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_choice(self.objective, ("pretraining", "report"), "objective")
-        check_attention(self, matches=self.objective == "pretraining")
+        check_attention(self, unmatched=("seq2seq",) if self.objective == "pretraining" else ())
         check_within(self, "(0, inf)", "image_tokens")
         check_within(self, "[0, inf)", "frozen_image_layers")
         if self.objective == "report" and self.mirror_weight:
@@ -71,9 +71,12 @@ class MedViLL(JointBERT):
     Words are also predicted next to images that do not match. A wrong image is one of the batch whose text and labels
     differ (without labels, whose text differs); exactly half of the samples match, where the released code flips a
     coin. In eval mode all cells are used and a mixed mask is bidirectional, so that nothing is random.
+
+    Positions of cells are rows of BERT's own table, so a checkpoint is fine-tuned at the image size that it has.
     """
 
     Config = MedViLLConfig
+    numbers_cells = True
 
     def __init__(
         self, config: MedViLLConfig, image_encoder: ImageEncoder, text_encoder: TextEncoder, **parts: Unpack[Parts]
@@ -99,8 +102,8 @@ class MedViLL(JointBERT):
         return cls(config, image_encoder, text_encoder, transform=transform, tokenizer=tokenizer)
 
     def for_reading(self) -> Self:
-        """See the base class: under "seq2seq" CLS and SEP attend to no text, so attention becomes bidirectional."""
-        if self.config.attention != "seq2seq":
+        """See the base class: where CLS and SEP attend to no text, attention becomes bidirectional."""
+        if self.config.attention not in ("seq2seq", "non_cross"):
             return self
         config = dataclasses.replace(
             self.config, objective="pretraining", attention="bidirectional", image_weights=None, text_weights=None

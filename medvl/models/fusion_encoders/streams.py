@@ -55,7 +55,7 @@ class SingleStreamConfig(StreamConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_attention(self, matches=True)
+        check_attention(self, unmatched=("seq2seq", "non_cross"))
         check_within(self, "(0, inf)", "image_tokens")
 
 

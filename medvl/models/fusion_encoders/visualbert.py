@@ -47,6 +47,7 @@ class VisualBERT(BertStream):
         self, config: VisualBERTConfig, image_encoder: ImageSource, text_encoder: TextEncoder, **parts: Unpack[Parts]
     ) -> None:
         super().__init__(config, image_encoder, text_encoder, **parts)
+        self.numbers_cells = config.image_positions
         words: Any = self._word_embeddings()
         self.image_types, self.image_positions = nn.Embedding(*words[0].shape), nn.Embedding(*words[1].shape)
         self._copy_embeddings()

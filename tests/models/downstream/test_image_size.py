@@ -101,6 +101,13 @@ def test_pixel_decoder_and_positions_of_a_grid_belong_to_the_new_size(tmp_path: 
     assert at_image_size(model, 64) is model
 
 
+@pytest.mark.parametrize(("name", "settings"), [("medvill", {}), ("visualbert", {"image_positions": True})])
+def test_numbers_of_cells_belong_to_one_size(name: str, settings: dict[str, bool]) -> None:
+    model = tiny_model(name, tiny_tokenizer(), image_size=64, **settings)
+    with raises(ConfigError, "unsupported", "image_size", names="64 pixels"):
+        at_image_size(model, 128)
+
+
 def test_dual_encoder_starts_and_other_tables(tmp_path: Path) -> None:
     torch.manual_seed(0)
     dual = medvl.create_model(

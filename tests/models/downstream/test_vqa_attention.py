@@ -187,7 +187,7 @@ def test_regions_have_no_grid_and_padding_gets_zero(tokenizer: Any) -> None:
 
 
 def test_masked_words_have_zero_maps(tokenizer: Any) -> None:
-    model = random_model("single_stream", tokenizer, attention="non_cross")
+    model = random_model("medvill", tokenizer, attention="non_cross")
     assert not question_attention(model, make_batch(tokenizer)).words_BP.any()
 
 

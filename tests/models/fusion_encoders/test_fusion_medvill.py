@@ -83,6 +83,19 @@ def test_attention_masks_hide_later_words(
     assert torch.allclose(before.pooled_BD, after.pooled_BD, atol=1e-5) is not image_sees_text
 
 
+def test_separate_blocks_are_pooled_from_both(tokenizer: Tokenizer) -> None:
+    """Under "non_cross" CLS reads no text: the pooled vector is its product with the closing token of the text."""
+    model, batch = make(tokenizer, attention="non_cross").eval(), make_batch(tokenizer, 4)
+    fused = model.features(batch)
+    last_B = batch.mask_BT.sum(dim=1) - 2  # without CLS
+    closing_B1D = fused.text.states_BND[torch.arange(4), last_B][:, None]
+    expected_BD = model.pooler(fused.image.states_BND) * model.pooler(closing_B1D)
+    torch.testing.assert_close(fused.pooled_BD, expected_BD)
+    other = dataclasses.replace(batch, ids_BT=batch.ids_BT.roll(1, 0), mask_BT=batch.mask_BT.roll(1, 0))
+    assert not torch.allclose(model.features(other).pooled_BD, fused.pooled_BD, atol=1e-4)
+    assert model.for_reading().config.attention == "bidirectional"
+
+
 def test_cells_are_sampled_in_training_only(tokenizer: Tokenizer) -> None:
     model = make(tokenizer, image_tokens=3, image_size=64, image_encoder="timm:test_vit", image_arguments={"depth": 1})
     batch = make_batch(tokenizer, 2)

@@ -50,6 +50,9 @@ class FusionModel(TwoTowers):
     fused_dim: int
     itm_head: nn.Module
     can_match: bool = True
+    numbers_cells: bool = False
+    """Whether positions of an image's cells are numbers, such as rows of the words' table, that change their cell with
+    the size of the grid."""
     masks_closing_token: bool = False
     """Whether the closing token of a text is masked like its words."""
     image_between_text_tokens: ClassVar[bool] = False

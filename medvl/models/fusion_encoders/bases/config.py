@@ -1,12 +1,13 @@
 """Settings that all fusion-encoders share. Each system's own settings are in its file."""
 
 import dataclasses
+from collections.abc import Collection
 from typing import Any, Literal
 
 from medvl.common.checks import check_choice, check_within
 from medvl.errors import ConfigError
 from medvl.models.base import TowersConfig
-from medvl.models.fusion_encoders.parts.attention_masks import ATTENTIONS
+from medvl.models.fusion_encoders.parts.attention_masks import ATTENTIONS, Attention
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -66,16 +67,17 @@ class StreamConfig(FusionConfig):
         check_within(self, "[0, 1)", "dropout")
 
 
-def check_attention(config: Any, *, matches: bool) -> None:
+def check_attention(config: Any, *, unmatched: Collection[Attention] = ()) -> None:
     """Raise ConfigError unless `attention` is known and `seq2seq_share` within [0, 1].
 
-    With `matches`, the model is trained by ITM, which is impossible under "seq2seq": its pooled token reads no text.
+    `unmatched` are masks that the model cannot have, because ITM cannot learn under them: its pooled vector depends on
+    no text.
     """
     check_choice(config.attention, ATTENTIONS, "attention")
-    if matches and config.attention == "seq2seq":
+    if config.attention in unmatched:
         message = (
-            "attention 'seq2seq' hides the text from the pooled token, so that ITM cannot learn; use 'bar', 'mixed' or "
-            "'bidirectional', or MedViLL's objective 'report'"
+            f"attention {config.attention!r} hides the text from the pooled token, so that ITM cannot learn; use "
+            "'bar', 'mixed' or 'bidirectional', or, to write reports, 'seq2seq' with MedViLL's objective 'report'"
         )
         raise ConfigError(message, "conflict", field="attention")
     check_within(config, "[0, 1]", "seq2seq_share")

@@ -29,6 +29,8 @@ class JointBERT(BertStream):
 
     The image block, including CLS and SEP, has the first token type, the text the second. The positions of cells and of
     the text both start from zero. `Fused.image` is the image block with CLS and SEP, `Fused.text` the text without CLS.
+    CLS is pooled; under "non_cross", where it reads no text, its product with the text's closing SEP (in the released
+    code with a second CLS before the text).
 
     A system writes `image_tokens`, which embeds the cells. Its configuration has `attention` and `seq2seq_share`.
     """
@@ -72,7 +74,13 @@ class JointBERT(BertStream):
     def fused(self, encoded: Tokens, texts: int) -> Fused:
         """See the base class."""
         block = encoded.states_BND.shape[1] - texts + _LEADING
-        return Fused(encoded.part(slice(block, None)), encoded.part(slice(0, block)), self.pooler(encoded.states_BND))
+        text, image = encoded.part(slice(block, None)), encoded.part(slice(0, block))
+        pooled_BD = self.pooler(image.states_BND)
+        if self.config.attention == "non_cross":
+            last_B = (text.real_BN().sum(dim=1) - 1).clamp(min=0)
+            row_B = torch.arange(len(last_B), device=last_B.device)
+            pooled_BD = pooled_BD * self.pooler(text.states_BND[row_B, last_B][:, None])
+        return Fused(text, image, pooled_BD)
 
     def text_to_image(self, weights_BSS: Tensor, texts: int) -> Tensor:
         """See the base class."""
