@@ -21,6 +21,7 @@ from pathlib import Path
 
 from medvl.errors import EvaluationError
 from medvl.eval import MetricRow, Results, read_results
+from medvl.eval.core.results import format_value
 
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = (ROOT / "RESULTS.md", ROOT / "docs/pages/earlier-results.md")
@@ -230,11 +231,11 @@ def cell(results: Results, metric: str, target: str, subgroup: str = "") -> str:
         row: MetricRow = results.row(metric, target, subgroup)
     except EvaluationError:
         return ""
-    return f"{row.value:.3f} [{row.low:.3f}, {row.high:.3f}]"
+    return format_value(row)
 
 
 def provenance(commits: Sequence[str] = ()) -> str:
-    """Return the commits of the evaluations, by default the current one, the date and the processor."""
+    """Return the commits of the evaluations, by default the current one, and the date and processor of this call."""
     if not commits:
         command = ["git", "rev-parse", "--short", "HEAD"]
         commits = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()

@@ -110,7 +110,8 @@ class Budget:
     """Steps of fine-tuning for questions; None is a quarter of `steps`."""
     augmentation: Literal["weak", "recipe"] = "weak"
     weights: Literal["last", "best"] = "last"
-    """Checkpoint that is evaluated; "best" needs validation data, which "last" leaves out."""
+    """Checkpoint that is evaluated; "best" needs validation data, which "last" leaves out, but for recipes whose
+    learning rate depends on it."""
     checkpoint_every: int = 250
     workers: int = 1
 
@@ -155,11 +156,13 @@ class Column:
     """Subgroup of the row, or its beginning, such as "sex: "; empty for all items. A baseline's ("baseline: ") is shown
     and not ranked."""
     higher_is_better: bool = True
+    baseline: bool = False
+    """Whether the row is that of a baseline, which is the same for all systems, also without such a subgroup."""
 
     @property
     def is_baseline(self) -> bool:
-        """Whether the row is that of a baseline, which is the same for all systems."""
-        return self.subgroup.startswith("baseline: ")
+        """Whether the row is that of a baseline, by its subgroup or its setting."""
+        return self.baseline or self.subgroup.startswith("baseline: ")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

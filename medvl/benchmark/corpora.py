@@ -28,12 +28,22 @@ def missing_steps(corpus: CorpusConfig) -> list[list[str]]:
     """Return the commands that make what a located corpus lacks."""
     assert corpus.root is not None
     field = f"corpora.{corpus.name}.make"
-    lines = [line for step in _steps(corpus) for line in step.run]
-    return [[part.replace("{root}", corpus.root) for part in shlex.split(expanded(line, field))] for line in lines]
+    return [arguments for step in _steps(corpus) for arguments in _commands(step, corpus.root, field)]
+
+
+def _commands(step: MakeStep, root: str, field: str) -> list[list[str]]:
+    return [[part.replace("{root}", root) for part in shlex.split(expanded(line, field))] for line in step.run]
 
 
 def _steps(corpus: CorpusConfig) -> list[MakeStep]:
-    return [step for step in corpus.make if not (Path(corpus.root or "") / step.creates).exists()]
+    """Return the steps whose file is missing, or whose commands did not all end."""
+    root = Path(corpus.root or "")
+    return [step for step in corpus.make if not (root / step.creates).exists() or _mark(root, step).exists()]
+
+
+def _mark(root: Path, step: MakeStep) -> Path:
+    """Return the file that exists while a step is made: what it creates may exist before its commands have ended."""
+    return root / ".making" / step.creates.replace("/", "-")
 
 
 def make_corpus(corpus: CorpusConfig, run: Command = medvl_command) -> None:
@@ -53,18 +63,23 @@ def make_corpus(corpus: CorpusConfig, run: Command = medvl_command) -> None:
 
 
 def _make(corpus: CorpusConfig, root: Path, run: Command) -> None:
-    steps, commands = _steps(corpus), missing_steps(corpus)
+    steps = [(step, _commands(step, str(root), f"corpora.{corpus.name}.make")) for step in _steps(corpus)]
     salt = root / "salt"
     if "MEDVL_SALT_FILE" not in os.environ and not salt.exists():  # as `medvl phantom quickstart`
         salt.write_text(f"{0:064d}\n")
     given = os.environ.get("MEDVL_SALT_FILE")
     os.environ["MEDVL_SALT_FILE"] = given or str(salt)
     try:
-        for step in steps:
+        for step, _ in steps:
             if step.table is not None:
                 write_table(step.table, root)
-        for arguments in commands:
-            run(arguments)
+        for step, commands in steps:
+            mark = _mark(root, step)
+            mark.parent.mkdir(exist_ok=True)
+            mark.touch()
+            for arguments in commands:
+                run(arguments)
+            mark.unlink()
     finally:
         if given is None:
             del os.environ["MEDVL_SALT_FILE"]

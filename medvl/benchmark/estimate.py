@@ -80,7 +80,7 @@ def estimate_run(
         return known[_alike(run)]
     path = store.out / _FILE
     kept: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    if run.key not in kept and seconds > 0:
+    if "hours" not in kept.get(run.key, {}) and seconds > 0:
         report(f"measuring {run.title}")
         kept[run.key] = _examine_apart(run, store, seconds)
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import gc
 import json
 import os
 import resource
@@ -22,7 +23,7 @@ from medvl.benchmark.systems import Entry, recipe_module
 from medvl.benchmark.tasks import TASKS, Trained, run_command
 from medvl.common.files import write_atomic
 from medvl.common.folders import RunLock
-from medvl.common.peak_memory import peak_resident_bytes
+from medvl.common.peak_memory import peak_resident_bytes, reset_peak_memory
 from medvl.data import ShardSource, UnpairedSource
 from medvl.errors import ConfigError, MedvlError
 from medvl.eval.core.results import write_results
@@ -37,9 +38,10 @@ def execute_run(folder: Path) -> bool:
     """Train the run of a folder (DIR/runs/KEY), or continue it, and evaluate what is missing.
 
     What fails is written into the folder. Returns False where the training failed. Raises ConfigError where the folder
-    has no run, where another process executes it, or a run that it needs is not trained.
+    has no run, and, with the code "in_use", where another process executes it or a run that it needs is to do.
     """
     run, store = read_run(folder), Store(folder.absolute().parent.parent)
+    _check_needs(run, store)
     with RunLock(folder, error=ConfigError, field="run"):
         try:
             _train(run, store)
@@ -53,13 +55,21 @@ def execute_run(folder: Path) -> bool:
     return True
 
 
+def _check_needs(run: Run, store: Store) -> None:
+    for name, key in run.needs.items():
+        folder = store.out / "runs" / key
+        if not (folder / COST).is_file() and not (folder / FAILURE).is_file():
+            message = f"the run of {name}, which this one needs, is not trained yet: execute {folder} first"
+            raise ConfigError(message, "in_use", field="needs")
+
+
 def checkpoint_of(run: Run, store: Store) -> Path:
     """Return the checkpoint of a trained run that is evaluated."""
     return store.folder(run) / "run" / run.budget.weights
 
 
-def settings_of(run: Run, store: Store) -> Any:
-    """Return the settings of a run's recipe on this machine."""
+def settings_of(run: Run, store: Store, run_dir: Path | None = None) -> Any:
+    """Return the settings of a run's recipe on this machine; by default it is trained in the run's own folder."""
     entry = Entry(
         name=run.name, system=run.system, family=run.family, recipe=Path(run.recipe), preset=run.preset
     )  # fmt: skip
@@ -69,19 +79,20 @@ def settings_of(run: Run, store: Store) -> Any:
     data["extra_train"] = () if run.family == "report" else corpus.extra_train
     if tree["data"].get("valid") is not None:
         data["valid"] = str(Path(run.train_shards).parent / "validate")
-    train: dict[str, Any] = {"run_dir": str(store.folder(run) / "run")}
+    train: dict[str, Any] = {"run_dir": str(run_dir or store.folder(run) / "run")}
+    train["checkpoint_every"] = run.budget.checkpoint_every
     if THREADS in os.environ:
         train["num_threads"] = int(os.environ[THREADS])
     tree = {**tree, "data": tree["data"] | data, "train": tree["train"] | train}
     return with_settings(entry.recipe_settings(), tree, run.name)
 
 
-def prepare_run(run: Run, store: Store) -> Any:
-    """Return the prepared training of a run.
+def prepare_run(run: Run, store: Store, run_dir: Path | None = None) -> Any:
+    """Return the prepared training of a run, by default in the run's own folder.
 
     Where a share of the pairs is smaller than a batch, as 1 % of a small corpus may be, a batch has all of them.
     """
-    settings = settings_of(run, store)
+    settings = settings_of(run, store, run_dir)
     if settings.data.paired_fraction < 1:
         batch = min(settings.train.micro_batch, _samples(run, settings.data)) * settings.train.accumulate
         settings = dataclasses.replace(settings, train=dataclasses.replace(settings.train, global_batch=batch))
@@ -108,11 +119,10 @@ def located(run: Run, store: Store, value: Any) -> Any:
 
 
 def _other(run: Run, store: Store, name: str) -> Path:
-    """Return the checkpoint of a run that this one needs. Raises ConfigError unless it is trained."""
+    """Return the checkpoint of a run that this one needs. Raises ConfigError where its training failed."""
     folder = store.out / "runs" / run.needs[name]
     if not (folder / COST).is_file():
-        state = "failed" if (folder / FAILURE).is_file() else "is not trained"
-        raise ConfigError(f"the run of {name}, which this one needs, {state}", "not_found", field="needs")
+        raise ConfigError(f"the run of {name}, which this one needs, failed", "not_found", field="needs")
     return folder / "run" / run.budget.weights
 
 
@@ -125,8 +135,11 @@ def _train(run: Run, store: Store) -> None:
     resumed = (folder / "run" / "metrics.jsonl").is_file()
     training = prepare_run(run, store)
     parameters = sum(parameter.numel() for parameter in training.model.parameters())
+    reset_peak_memory()
     began, used = time.monotonic(), _cpu_seconds()
     training.train()
+    del training
+    gc.collect()  # the loader's workers end, whose time is counted then
     spent = {"wall_seconds": time.monotonic() - began, "cpu_seconds": _cpu_seconds() - used}
     cost = {"parameters": parameters, "resumed": resumed, **spent, **_measured(folder / "run")}
     _write(folder / COST, cost)
@@ -135,10 +148,9 @@ def _train(run: Run, store: Store) -> None:
 
 def _save_start(run: Run, store: Store) -> None:
     """Save the weights before the training, also of a run that is trained. Its checkpoints are not read."""
-    settings, folder = settings_of(run, store), store.folder(run)
+    folder = store.folder(run)
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
-        train = dataclasses.replace(settings.train, run_dir=Path(scratch) / "run")
-        training = recipe_module(Path(run.recipe)).prepare(dataclasses.replace(settings, train=train))
+        training = prepare_run(run, store, Path(scratch) / "run")
         start = Path(scratch) / _START
         start.mkdir()
         save(training.model, start)
@@ -196,8 +208,7 @@ def _evaluate(run: Run, store: Store, weights: Weights, task: str, folder: Path)
         _write(folder / REFUSAL, {"reason": _reason(error), "failed": True})
     else:
         _write(folder / SECONDS, time.monotonic() - started)
-    finally:
-        shutil.rmtree(folder / "run" / "checkpoints", ignore_errors=True)
+    shutil.rmtree(folder / "run" / "checkpoints", ignore_errors=True)  # an interruption keeps them, to go on from them
 
 
 def _reason(error: Exception) -> str:

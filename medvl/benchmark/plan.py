@@ -45,6 +45,8 @@ def plan_runs(config: BenchmarkConfig, out: Path) -> Plan:
             missing[entry.name] = f"corpus {corpus.name} has no {' and no '.join(lacking)}"
         else:
             planner.add(entry, corpus, start, share, seed)
+    for name in {run.name for run in planner.runs.values()} & missing.keys():
+        del missing[name]  # it takes part on another corpus
     if not any(run.tasks for run in planner.runs.values()):
         reasons = "".join(f"; {name}: {reason}" for name, reason in missing.items())
         message = f"expected tasks that fit a system and its corpus, got {', '.join(config.tasks)}{reasons}"

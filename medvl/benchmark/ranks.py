@@ -3,8 +3,12 @@
 * The standard error of a difference is that of its bootstrap values, on resamples that both systems share; without
   shared items the two standard errors are added in squares. With several seeds the values of a system are the means
   over its seeds, and the variance of the mean over seeds is added, so that the error covers the training too.
-* The p-value is that of a normal difference, two-sided. With 1,000 resamples the share of resamples beyond 0 could not
-  resolve the small levels that many comparisons need.
+* The p-value is two-sided, of a normal difference with one seed, and of Student's t with several: with the degrees of
+  freedom of the seeds (Welch 1947) as if all of the error came from them. With two or three seeds their variance is
+  known so badly that few differences are certain after a correction for many comparisons. With 1,000 resamples the
+  share of resamples beyond 0 could not resolve the small levels that such a correction needs.
+* 95 % intervals have Student's t as well; the degrees of freedom are those of the whole error, of which the share of
+  the test items is well known (Satterthwaite 1946).
 * All pairs of systems of a column are tested together, with the correction of Holm (1979). A system's rank lies, with
   95 % confidence for all systems at once, between 1 + the number of systems that are significantly better and the
   number of systems - that of significantly worse ones.
@@ -18,6 +22,7 @@ import math
 from collections.abc import Mapping, Sequence
 
 import numpy as np
+from scipy.stats import t as student_t
 
 from medvl.benchmark.resamples import Resampled
 from medvl.eval.core.metrics import Array
@@ -52,20 +57,69 @@ class Measured:
         return np.mean([one.values_R for one in self.resampled if one is not None], axis=0)
 
     @property
-    def error(self) -> float:
-        """Standard error of the mean, over test items and seeds."""
+    def item_error(self) -> float:
+        """Standard error of the mean over the test items."""
         if self.items is not None:
-            of_items = float(np.nanstd(self.mean_R, ddof=1))
-        else:
-            of_items = math.sqrt(sum(error**2 for error in self.errors)) / len(self.errors)
-        return math.hypot(of_items, _seed_error(self.values))
+            return float(np.nanstd(self.mean_R, ddof=1))
+        return math.sqrt(sum(error**2 for error in self.errors)) / len(self.errors)
+
+    @property
+    def seed_variance(self) -> float:
+        """Squared standard error of the mean over the seeds; 0 for a single one."""
+        return 0.0 if len(self.values) < 2 else float(np.var(self.values, ddof=1)) / len(self.values)
 
     @property
     def interval(self) -> tuple[float, float]:
-        """95 % interval of the mean: that of the only seed, or a normal one."""
+        """95 % interval of the mean: that of the only seed, or one of Student's t."""
         if len(self.ends) == 1:
             return self.ends[0]
-        return self.value - 1.96 * self.error, self.value + 1.96 * self.error
+        return Estimate.of(self.value, self.item_error, [self]).interval
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Estimate:
+    """A mean or a difference of means, with its errors."""
+
+    value: float
+    item_error: float
+    """Standard error over test items."""
+    seed_error: float
+    """Standard error over seeds; 0 for a single one."""
+    seed_freedom: float
+    """Degrees of freedom of `seed_error`; infinite for a single seed."""
+
+    @classmethod
+    def of(cls, value: float, item_error: float, systems: Sequence[Measured]) -> "Estimate":
+        """Return the estimate from these systems, whose seeds are independent of each other."""
+        several = [(system.seed_variance, len(system.values) - 1) for system in systems if len(system.values) > 1]
+        total = math.fsum(variance for variance, _ in several)
+        parts = math.fsum(variance**2 / freedom for variance, freedom in several)
+        least = min((freedom for _, freedom in several), default=math.inf)
+        freedom = total**2 / parts if parts else least
+        return cls(value=value, item_error=item_error, seed_error=math.sqrt(total), seed_freedom=freedom)
+
+    @property
+    def error(self) -> float:
+        """Standard error over test items and seeds."""
+        return math.hypot(self.item_error, self.seed_error)
+
+    @property
+    def interval(self) -> tuple[float, float]:
+        """95 % interval."""
+        if math.isinf(self.seed_freedom) or not self.seed_error:
+            wide = 1.96
+        else:
+            wide = float(student_t.ppf(0.975, self.seed_freedom * (self.error / self.seed_error) ** 4))
+        return self.value - wide * self.error, self.value + wide * self.error
+
+    @property
+    def p_value(self) -> float:
+        """Two-sided p-value of the value 0; NaN without an error."""
+        if math.isnan(self.error):
+            return math.nan
+        if self.error == 0:
+            return 1.0 if self.value == 0 else 0.0
+        return 2 * float(student_t.sf(abs(self.value) / self.error, self.seed_freedom))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -77,26 +131,13 @@ class Rank:
     high: int
 
 
-def difference_error(first: Measured, second: Measured) -> float:
-    """Return the standard error of the difference of two systems, paired where they share their test items."""
+def difference(first: Measured, second: Measured) -> Estimate:
+    """Return the difference of two systems, paired where they share their test items."""
     if first.items is None or first.items != second.items:
-        return math.hypot(first.error, second.error)
-    of_items = float(np.nanstd(first.mean_R - second.mean_R, ddof=1))
-    if len(first.values) == len(second.values) > 1:
-        return math.hypot(
-            of_items, _seed_error([a - b for a, b in zip(first.values, second.values, strict=True)])
-        )  # fmt: skip
-    return math.hypot(of_items, _seed_error(first.values), _seed_error(second.values))
-
-
-def p_value(first: Measured, second: Measured) -> float:
-    """Return the two-sided p-value of the difference of two systems; NaN without intervals."""
-    difference, error = first.value - second.value, difference_error(first, second)
-    if math.isnan(error):
-        return math.nan
-    if error == 0:
-        return 1.0 if difference == 0 else 0.0
-    return math.erfc(abs(difference) / error / math.sqrt(2))
+        of_items = math.hypot(first.item_error, second.item_error)
+    else:
+        of_items = float(np.nanstd(first.mean_R - second.mean_R, ddof=1))
+    return Estimate.of(first.value - second.value, of_items, [first, second])
 
 
 def holm(p_P: Sequence[float]) -> list[float]:
@@ -119,7 +160,7 @@ def rank_systems(
         key=lambda name: -sign * systems[name].value,
     )
     pairs = list(itertools.combinations(ordered, 2))
-    adjusted = holm([p_value(systems[better], systems[worse]) for better, worse in pairs])
+    adjusted = holm([difference(systems[better], systems[worse]).p_value for better, worse in pairs])
     certain = [pair for pair, p in zip(pairs, adjusted, strict=True) if p < level]
     return {
         name: Rank(
@@ -129,8 +170,3 @@ def rank_systems(
         )
         for name in ordered
     }
-
-
-def _seed_error(values: Sequence[float]) -> float:
-    """Return the standard error of the mean over seeds; 0 for a single one."""
-    return 0.0 if len(values) < 2 else float(np.std(values, ddof=1)) / math.sqrt(len(values))

@@ -9,6 +9,7 @@ from medvl.benchmark.systems import Entry
 from medvl.common.config_io import from_dict, nearest, to_dict
 from medvl.data import ConVIRTAugmentation
 from medvl.errors import ConfigError
+from medvl.train import Plateau
 
 RUN = "run:"
 """Prefix of a setting that is the checkpoint of another run, such as "run:convirt"."""
@@ -37,19 +38,19 @@ def resolved_settings(
         data["image"] = ConVIRTAugmentation.weak(scale * (size if isinstance(size, int) else size[0]))
     optim: dict[str, Any] = {}
     if budget.steps is not None:
-        train |= {"epochs": None, "steps": budget.steps, "checkpoint_every": budget.checkpoint_every}
+        train |= {"epochs": None, "steps": budget.steps}
         warmup = min(getattr(settings.optim.schedule, "warmup_steps", 0), 100, budget.steps // 4)
         optim["schedule"] = dataclasses.replace(settings.optim.schedule, warmup_steps=warmup)
     if budget.batch is not None:
         train |= {"global_batch": budget.batch, "accumulate": 1}
-    if budget.weights == "last":
+    if budget.weights == "last" and not isinstance(settings.optim.schedule, Plateau):  # which needs validation
         data["valid"] = None
         train |= {"best_metric": "loss", "best_mode": "min", "early_stop_patience": None, "validate_every": "epoch"}
     settings = with_settings(settings, {"data": data, "train": train, "optim": optim}, "budget")
     written = to_dict(with_settings(settings, entry.settings, f"variants.{entry.name}"))
     for part, names in (
         ("data", ("train", "extra_train", "tokenizer", "workers")),
-        ("train", ("run_dir", "num_threads")),
+        ("train", ("run_dir", "num_threads", "checkpoint_every")),
     ):
         for name in names:
             written[part].pop(name)

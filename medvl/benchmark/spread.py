@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from medvl.benchmark.plan import Plan
-from medvl.benchmark.queue import run_command_line
+from medvl.benchmark.queue import IN_USE, run_command_line
 from medvl.benchmark.run import Run
 from medvl.benchmark.store import Store
 from medvl.common.files import write_atomic
@@ -121,7 +121,7 @@ def execute_with_ray(
                 [ended], left = ray.wait(left)
                 status = ray.get(ended)
                 run = titles[ended]
-                if status and store.state(run) == "to do":
+                if status not in (0, IN_USE) and store.state(run) == "to do":
                     path = store.folder(run) / "failure.json"
                     write_atomic(path, json.dumps({"error": f"ended with status {status}"}) + "\n")
                 if (failure := store.failure(run)) is not None:

@@ -195,6 +195,8 @@ def _evaluation_hash(run: Run, task: str) -> str:
         "reranking": ("sections", "shortlist", "shortlist_system"),
     }.get(task, ())
     common |= {name: given[name] for name in own}
+    if task == "reranking":
+        common["shortlist_run"] = run.needs.get(run.evaluation.shortlist_system)
     if task == "questions":
         common |= {"steps": run.budget.steps, "finetune_steps": run.budget.finetune_steps, "batch": run.budget.batch}
     corpus = to_dict(run.corpus)
@@ -206,6 +208,8 @@ def _evaluation_hash(run: Run, task: str) -> str:
         for name, value in folders.items()
     }
     commands = [to_dict(command) for command in run.commands if command.name == task]
+    for command in commands:
+        del command["columns"]  # what is shown of the results
     read = {
         "zero-shot": ("prompts",),
         "grounding": ("phrases",),

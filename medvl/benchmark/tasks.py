@@ -173,18 +173,21 @@ def _questions(trained: Trained) -> Any:
         "workers": budget.workers,
     }
     train: dict[str, Any] = {"run_dir": run_dir, "keep_last": 1, "tensorboard": False, "seed": run.seed}
-    train |= {"best_metric": "loss", "best_mode": "min"}
+    if budget.weights == "last":
+        train |= {"best_metric": "loss", "best_mode": "min"}
     optim: dict[str, Any] = {}
     steps = budget.finetune_steps or (None if budget.steps is None else max(1, budget.steps // 4))
     if steps is not None:
         schedule = preset.optim.schedule
         optim["schedule"] = dataclasses.replace(schedule, warmup_steps=min(schedule.warmup_steps, 100, steps // 4))
-        train |= {"epochs": None, "steps": steps, "validate_every": steps}
+        train |= {"epochs": None, "steps": steps}
+        if budget.weights == "last":
+            train["validate_every"] = steps
     if budget.batch is not None:
         train["global_batch"] = budget.batch
     tree = {"init_from": trained.checkpoint, "data": data, "train": train, "optim": optim}
     recipe.prepare(with_settings(preset, tree, "questions")).train()
-    model: Any = load(run_dir / "last")
+    model: Any = load(run_dir / budget.weights)
     training, test = ShardSource(home / "train"), ShardSource(home / "test")
     questions: Any = QuestionSource(test, "test", model.config.answers, get_protocol("medvl").normalize)
     given = run.evaluation

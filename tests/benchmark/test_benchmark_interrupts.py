@@ -1,16 +1,22 @@
 """Interruptions of a benchmark: Ctrl-C in a terminal, and between the files of an evaluation."""
 
+import contextlib
 import dataclasses
 import errno
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from helpers.benchmark_plans import write_plan
+from helpers.errors import raises
 
-from medvl.benchmark import Plan, Store, execute, execute_locally, queue, tasks
+from medvl.benchmark import CorpusConfig, Plan, Store, execute, execute_locally, queue, tasks
+from medvl.benchmark.config import MakeStep
+from medvl.benchmark.corpora import make_corpus, missing_steps
 from medvl.benchmark.store import COST, Refusal, read_evaluation
+from medvl.errors import CorpusError
 from medvl.eval import Results
 
 FILE = """
@@ -69,3 +75,45 @@ def test_an_evaluation_is_done_when_its_last_file_is_written(
     execute.execute_run(store.folder(run))
     assert isinstance(read_evaluation(folder), Results)
     assert store.state(run) == "finished"
+
+
+@pytest.mark.parametrize(("ending", "kept"), [(SystemExit(0), True), (OSError("full"), False)])
+def test_an_interrupted_fine_tuning_keeps_its_checkpoints(
+    planned: tuple[Plan, Store], monkeypatch: pytest.MonkeyPatch, ending: BaseException, kept: bool
+) -> None:
+    plan, store = planned
+    run = plan.runs[0]
+    checkpoints = store.evaluation(run, "trained", "zero-shot") / "run/checkpoints"
+    (store.folder(run) / COST).write_text("{}")
+
+    def evaluate(trained: tasks.Trained) -> None:
+        checkpoints.mkdir(parents=True)
+        raise ending
+
+    monkeypatch.setattr(
+        execute, "TASKS", {"zero-shot": dataclasses.replace(tasks.TASKS["zero-shot"], evaluate=evaluate)}
+    )
+    with contextlib.suppress(SystemExit):
+        execute.execute_run(store.folder(run))
+    assert checkpoints.exists() == kept
+
+
+def test_a_step_that_was_stopped_is_made_again(tmp_path: Path) -> None:
+    """What it creates may exist before its last command has ended, such as the best checkpoint of a training."""
+    step = MakeStep(creates="best/config.json", run=("first", "second"))
+    corpus = CorpusConfig(name="ours", root=str(tmp_path), make=(step,))
+    ran: list[str] = []
+
+    def run(arguments: Sequence[str]) -> None:
+        ran.append(arguments[0])
+        (tmp_path / "best").mkdir(exist_ok=True)
+        (tmp_path / "best/config.json").touch()
+        if ran == ["first"]:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        make_corpus(corpus, run)
+    with raises(CorpusError, "not_found", "corpora.pairs"):  # made, and without shards
+        make_corpus(corpus, run)
+    assert ran == ["first", "first", "second"]
+    assert missing_steps(corpus) == []

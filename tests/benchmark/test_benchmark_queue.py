@@ -1,14 +1,19 @@
 """The order of a benchmark's runs, and runs that need one that failed."""
 
 import dataclasses
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from helpers.benchmark_plans import write_plan
+from helpers.errors import raises
 
 from medvl.benchmark import Plan, Store, execute, execute_locally, queue, tasks
+from medvl.benchmark.execute import settings_of
+from medvl.benchmark.spread import execute_with_ray
 from medvl.benchmark.store import COST, FAILURE, Refusal, read_evaluation
+from medvl.errors import ConfigError
 from medvl.eval import Results
 
 FILE = """
@@ -76,3 +81,59 @@ def test_only_the_evaluation_with_candidates_of_a_failed_run_is_refused(
     found = {task: read_evaluation(folder) for _, task, folder in store.evaluations(vilt)}
     assert isinstance(found["matching"], Results)
     assert found["reranking"] == Refusal("the run of convirt, which this one needs, failed", failed=True)
+
+
+def test_a_run_waits_for_those_that_it_needs(planned: tuple[Plan, Store]) -> None:
+    """In a job array whose first wave was cancelled: it does not fail, and the same command executes it later."""
+    plan, store = planned
+    [umrl] = [run for run in plan.runs if run.name == "umrl"]
+    with raises(ConfigError, "in_use", "needs", names="run of convirt"):
+        execute.execute_run(store.folder(umrl))
+    assert store.state(umrl) == "to do"
+
+
+def test_candidates_of_other_weights_are_ranked_anew(planned: tuple[Plan, Store]) -> None:
+    plan, store = planned
+    [vilt] = [run for run in plan.runs if run.name == "vilt"]
+    other = dataclasses.replace(vilt, needs={"convirt": "another"})
+    paths = [[store.evaluation(run, "trained", task).name for task in vilt.tasks] for run in (vilt, other)]
+    assert [a == b for a, b in zip(*paths, strict=True)] == [task != "reranking" for task in vilt.tasks]
+
+
+def test_what_is_shown_of_a_command_is_no_part_of_its_results(tmp_path: Path) -> None:
+    command = """
+[[commands]]
+name = "own"
+command = "eval zero-shot --checkpoint {checkpoint} --data {pairs}/test --out {out}"
+columns = [{ title = "TITLE", metric = "auroc", targets = ["macro"] }]
+"""
+    folders = []
+    for title in ("first", "second"):
+        text = FILE.replace('"matching", "reranking", "zero-shot"', '"own"') + command.replace("TITLE", title)
+        plan, store = write_plan(tmp_path, text)
+        folders.append(store.evaluation(plan.runs[0], "trained", "own"))
+    assert folders[0] == folders[1]
+
+
+def test_recipes_whose_rate_depends_on_validation_keep_it(tmp_path: Path) -> None:
+    """ConVIRT's published schedule waits for the validation loss; that of CLIP does not."""
+    text = FILE.replace('"convirt", "umrl", "vilt"', '"convirt", "clip"').replace("[settings.umrl]", 'preset = "paper"')
+    plan, store = write_plan(tmp_path, text.replace('image_from = "run:convirt"', ""))
+    valid = {run.name: settings_of(run, store).data.valid for run in plan.runs}
+    assert (valid["convirt"] is None, valid["clip"] is None) == (False, True)
+    assert {settings_of(run, store).train.checkpoint_every for run in plan.runs} == {250}
+
+
+def test_a_run_that_another_process_executes_does_not_fail_on_ray(
+    planned: tuple[Plan, Store], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan, store = planned
+    ray = SimpleNamespace(
+        is_initialized=lambda: True,
+        remote=lambda **_: lambda _: SimpleNamespace(remote=lambda command, folder: folder),
+        wait=lambda left: (left[:1], left[1:]),
+        get=lambda ended: queue.IN_USE,
+    )
+    monkeypatch.setitem(sys.modules, "ray", ray)
+    execute_with_ray(plan, store, report=lambda line: None)
+    assert {store.state(run) for run in plan.runs} == {"to do"}

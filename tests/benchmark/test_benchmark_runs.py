@@ -12,12 +12,25 @@ import numpy as np
 import pytest
 from helpers.errors import raises
 
-from medvl.benchmark import Plan, Store, execute_locally, plan_runs, read_benchmark, tasks, write_slurm
+from medvl.benchmark import (
+    Plan,
+    Store,
+    estimate,
+    execute,
+    execute_locally,
+    plan_runs,
+    read_benchmark,
+    tasks,
+    write_slurm,
+)
+from medvl.benchmark.config import EvaluationConfig
 from medvl.benchmark.corpora import make_corpus
 from medvl.benchmark.estimate import describe_plan, estimate_run
 from medvl.benchmark.execute import prepare_run
 from medvl.benchmark.pages.rows import measure_systems
+from medvl.benchmark.pages.tables import measured_cell
 from medvl.benchmark.pages.write import print_site, write_site
+from medvl.benchmark.ranks import Measured
 from medvl.benchmark.store import Cost
 from medvl.cli import main as cli
 from medvl.common.folders import RunLock
@@ -189,9 +202,9 @@ def test_memory_is_estimated_in_a_process_of_its_own(benchmark: tuple[Plan, Stor
     _, store, _ = benchmark
     [run] = plan_runs(read_benchmark(file, {"systems": ["convirt"], "budget.batch": 4}), store.out).runs
     np.ones(2**27).sum()  # a gigabyte
-    estimate = estimate_run(run, store, {}, 0.05, print)
-    assert 0 < estimate["memory_gb"] < peak_resident_bytes() / 2**30 - 0.5
-    assert estimate["hours"] > 0
+    found = estimate_run(run, store, {}, 0.05, print)
+    assert 0 < found["memory_gb"] < peak_resident_bytes() / 2**30 - 0.5
+    assert found["hours"] > 0
 
 
 def test_job_arrays_hold_all_runs_after_those_they_need(file: Path, tmp_path: Path) -> None:
@@ -237,6 +250,36 @@ def test_a_share_below_a_batch_is_trained_in_batches_of_all_its_pairs(file: Path
     assert (few.global_batch, few.steps_per_epoch) == (len(few.source), 1)
     assert len(few.source) < 16
     assert all_pairs.global_batch == 16
+    run = dataclasses.replace(plan_runs(config, tmp_path).runs[0], evaluation=EvaluationConfig(random_start=True))
+    store = Store(tmp_path)
+    store.folder(run).mkdir(parents=True)
+    execute._save_start(run, store)
+    assert (store.folder(run) / "start-weights/model.safetensors").is_file()
+
+
+def test_an_estimate_that_failed_is_made_again(file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The cause may be gone: a run that it starts from is trained, or the memory is free."""
+    [run] = plan_runs(read_benchmark(file, {"systems": ["convirt"]}), tmp_path).runs
+    found: list[dict[str, Any]] = [{"error": "killed"}, {"hours": 1.0, "memory_gb": 2.0, "source": "doctor"}]
+    monkeypatch.setattr(estimate, "_examine_apart", lambda *_: found.pop(0))
+    store = Store(tmp_path)
+    assert "error" in estimate_run(run, store, {}, 1.0, print)
+    assert [estimate_run(run, store, {}, 1.0, print)["hours"] for _ in range(2)] == [1.0, 1.0]
+
+
+def test_means_over_fewer_seeds_say_so() -> None:
+    measured = Measured(values=(0.8, 0.9), errors=(0.1, 0.1), resampled=(None, None))
+    assert measured_cell(measured, 3).text == "0.850 (2 of 3 seeds)"
+    assert measured_cell(measured, 2).text == "0.850"
+
+
+def test_a_system_without_data_on_one_corpus_takes_part_on_another(file: Path, tmp_path: Path) -> None:
+    config = read_benchmark(file, {"systems": ["r2gen", "convirt"], "tasks": ["all"]})
+    [corpus] = config.corpora
+    other = dataclasses.replace(corpus, name="other", reports="reports", words="words")
+    assert list(plan_runs(config, tmp_path).left_out) == ["r2gen"]
+    both = dataclasses.replace(config, corpora=(corpus, other))
+    assert not plan_runs(both, tmp_path).left_out
 
 
 def test_pages_name_the_runs_that_systems_start_from(file: Path, tmp_path: Path) -> None:

@@ -5,8 +5,9 @@ import math
 
 import numpy as np
 import pytest
+from scipy.stats import t as student_t, ttest_ind
 
-from medvl.benchmark.ranks import Measured, holm, p_value, rank_systems
+from medvl.benchmark.ranks import Measured, difference, holm, rank_systems
 from medvl.benchmark.resamples import Resampled
 
 
@@ -43,16 +44,16 @@ def test_paired_differences_are_those_of_the_shared_resamples() -> None:
     shared, own = rng.normal(0, 0.1, 4000), rng.normal(0, 0.01, 4000)
     first, second = measured([0.80], [shared]), measured([0.77], [shared + own])
     z = 0.03 / np.std(own, ddof=1)
-    assert p_value(first, second) == pytest.approx(math.erfc(z / math.sqrt(2)))
+    assert difference(first, second).p_value == pytest.approx(math.erfc(z / math.sqrt(2)))
     apart = measured([0.77], [shared + own], items="b")  # other items: the variances add up
     z = 0.03 / math.hypot(np.std(shared, ddof=1), np.std(shared + own, ddof=1))
-    assert p_value(first, apart) == pytest.approx(math.erfc(z / math.sqrt(2)))
+    assert difference(first, apart).p_value == pytest.approx(math.erfc(z / math.sqrt(2)))
 
 
 def test_without_resamples_the_intervals_count() -> None:
     z = 0.5 / math.hypot(0.1, 0.1)
-    assert p_value(measured([0.9]), measured([0.4])) == pytest.approx(math.erfc(z / math.sqrt(2)))
-    assert math.isnan(p_value(measured([0.9], error=math.nan), measured([0.4])))
+    assert difference(measured([0.9]), measured([0.4])).p_value == pytest.approx(math.erfc(z / math.sqrt(2)))
+    assert math.isnan(difference(measured([0.9], error=math.nan), measured([0.4])).p_value)
 
 
 def test_several_seeds_add_the_variance_of_their_mean() -> None:
@@ -62,7 +63,35 @@ def test_several_seeds_add_the_variance_of_their_mean() -> None:
     one = measured(values, noise)
     of_items = np.std(np.mean([v + n for v, n in zip(values, noise, strict=True)], axis=0), ddof=1)
     assert one.value == pytest.approx(0.75)
-    assert one.error == pytest.approx(math.hypot(of_items, np.std(values, ddof=1) / math.sqrt(3)))
+    of_seeds = np.std(values, ddof=1) / math.sqrt(3)
+    error = math.hypot(of_items, of_seeds)
+    wide = student_t.ppf(0.975, 2 * (error / of_seeds) ** 4)
+    assert one.interval == pytest.approx((0.75 - wide * error, 0.75 + wide * error))
+
+
+def test_differences_over_seeds_are_those_of_welchs_t_test() -> None:
+    first, second = [0.70, 0.74, 0.81], [0.60, 0.61]
+    noise = [np.zeros(10)] * 3
+    one, other = measured(first, noise), measured(second, noise[:2])
+    result = ttest_ind(first, second, equal_var=False)
+    found = difference(one, other)
+    assert found.p_value == pytest.approx(result.pvalue)
+    interval = result.confidence_interval(0.95)
+    assert found.interval == pytest.approx((interval.low, interval.high))
+
+
+@pytest.mark.parametrize("item_noise", [0.002, 0.01, 0.03])
+def test_equal_systems_are_seldom_ranked_with_certainty(item_noise: float) -> None:
+    """Eight equal systems of three seeds: at most 5 % of the benchmarks have a certain difference."""
+    rng, wrong = np.random.default_rng(4), 0
+    for _ in range(60):
+        systems = {}
+        for name in "abcdefgh":
+            of_items = rng.normal(0, item_noise)
+            values = [0.8 + of_items + rng.normal(0, 0.02) for _ in range(3)]
+            systems[name] = measured(values, [rng.normal(0, item_noise, 200)] * 3)
+        wrong += any(rank.low > 1 for rank in rank_systems(systems).values())
+    assert wrong <= 6  # the 95 % quantile of 60 with a probability of 0.05
 
 
 def test_rank_intervals_count_the_certain_differences() -> None:
@@ -74,7 +103,7 @@ def test_rank_intervals_count_the_certain_differences() -> None:
     assert list(ranks) == ["good", "middle", "close", "bad"]
     assert [(rank.rank, rank.low, rank.high) for rank in ranks.values()] == [(1, 1, 1), (2, 2, 3), (3, 2, 3), (4, 4, 4)]
     pairs = list(itertools.combinations(values, 2))
-    adjusted = naive_holm([p_value(systems[a], systems[b]) for a, b in pairs])
+    adjusted = naive_holm([difference(systems[a], systems[b]).p_value for a, b in pairs])
     worse = {
         name: sum(p < 0.05 and pair[1] == name for pair, p in zip(pairs, adjusted, strict=True)) for name in values
     }

@@ -5,7 +5,7 @@ import statistics
 from collections.abc import Sequence
 
 from medvl.benchmark.pages.rows import Measurements, SystemRow
-from medvl.benchmark.pages.tables import FAMILIES, group_name, measured_cell, titled
+from medvl.benchmark.pages.tables import FAILED, FAMILIES, group_name, measured_cell, titled
 from medvl.benchmark.run import Run
 from medvl.benchmark.store import Store, read_records
 from medvl.eval.html.page import Picture, Pictures, Section, Strip, plot_picture, slug
@@ -55,9 +55,14 @@ def share_sections(found: Measurements) -> list[Section]:
         shares = sorted(found.plan.config.shares)
         for system in dict.fromkeys(row.name for row in rows):
             for title in found.columns:
-                own = {row.share: row.metrics[title] for row in rows if row.name == system and title in row.metrics}
+                task = found.tasks[title]
+                own = {
+                    row.share: measured_cell(row.metrics[title], len(row.runs)) if title in row.metrics else FAILED
+                    for row in rows
+                    if row.name == system and (title in row.metrics or task in row.failed)
+                }
                 if own:
-                    cells = [measured_cell(own[share]) if share in own else "–" for share in shares]
+                    cells = [own.get(share, "–") for share in shares]
                     lines.append([f"{system}, {title}", *cells])
         heading = titled("Shares of the pairs", name)
         caption = (

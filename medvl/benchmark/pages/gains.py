@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 
 from medvl.benchmark.pages.rows import Measurements, SystemRow
 from medvl.benchmark.pages.tables import group_name, titled
-from medvl.benchmark.ranks import difference_error
+from medvl.benchmark.ranks import difference
 from medvl.eval.html.tables import Cell, Table
 
 _CAPTION = (
@@ -58,10 +58,9 @@ def _cell(one: SystemRow, other: SystemRow, title: str) -> Cell:
     """Return the difference of a metric, with its interval."""
     if title not in one.metrics or title not in other.metrics:
         return Cell(text="–")
-    first, second = one.metrics[title], other.metrics[title]
-    value, error = first.value - second.value, difference_error(first, second)
-    if math.isnan(error):
+    gain = difference(one.metrics[title], other.metrics[title])
+    value, (low, high) = gain.value, gain.interval
+    if math.isnan(low):
         return Cell(text=f"{value:+.3f}", interval=(math.nan, value, math.nan))
-    low, high = value - 1.96 * error, value + 1.96 * error
     ends = f"[{low:+.3f}, {high:+.3f}]"
     return Cell(text=f"{value:+.3f}", small=ends, interval=(low, value, high), bar=True, reference=0.0)

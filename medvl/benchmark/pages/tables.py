@@ -14,7 +14,7 @@ FAMILIES = {
     "records": "masked-record model",
     "report": "report generator",
 }
-_DASH, _FAILED, _WAITING = "–", "failed", "to do"
+_DASH, FAILED, _WAITING = "–", "failed", "to do"
 
 
 def group_name(found: Measurements, group: tuple[str, str]) -> str:
@@ -111,7 +111,7 @@ def rank_tables(
     tables = []
     for title, of_column in ranks.items():
         lines: list[list[Cell | str]] = [
-            [name, measured_cell(by_name[name].metrics[title], bar=True), _rank_cell(rank)]
+            [name, measured_cell(by_name[name].metrics[title], len(by_name[name].runs), bar=True), _rank_cell(rank)]
             for name, rank in of_column.items()
         ]
         paired = sum(by_name[name].metrics[title].items is not None for name in of_column)
@@ -206,10 +206,11 @@ def columns_table(found: Measurements) -> Table:
     )
 
 
-def measured_cell(measured: Measured, *, bar: bool = False) -> Cell:
-    """Return the cell of a metric with its interval."""
+def measured_cell(measured: Measured, seeds: int, *, bar: bool = False) -> Cell:
+    """Return the cell of a metric with its interval; of fewer than `seeds` seeds their number is added."""
     low, high = measured.interval
-    text = f"{measured.value:z.3f}"
+    count = len(measured.values)
+    text = f"{measured.value:z.3f}" if count >= seeds else f"{measured.value:z.3f} ({count} of {seeds} seeds)"
     if math.isnan(low):
         return Cell(text=text, interval=(math.nan, measured.value, math.nan))
     return Cell(text=text, small=f"[{low:z.3f}, {high:z.3f}]", interval=(low, measured.value, high), bar=bar)
@@ -219,10 +220,10 @@ def _cells(found: Measurements, row: SystemRow, titles: Sequence[str], *, bar: b
     cells: list[Cell | str] = []
     for title in titles:
         if title in row.metrics:
-            cells.append(measured_cell(row.metrics[title], bar=bar))
+            cells.append(measured_cell(row.metrics[title], len(row.runs), bar=bar))
         else:
             task = found.tasks[title]
-            cells.append(_FAILED if task in row.failed else _WAITING if task in row.waiting else _DASH)
+            cells.append(FAILED if task in row.failed else _WAITING if task in row.waiting else _DASH)
     return cells
 
 

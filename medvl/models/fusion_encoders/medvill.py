@@ -53,7 +53,8 @@ class MedViLLConfig(FusionConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_choice(self.objective, ("pretraining", "report"), "objective")
-        check_attention(self, unmatched=("seq2seq",) if self.objective == "pretraining" else ())
+        unmatched: tuple[Attention, ...] = ("seq2seq",) if self.objective == "pretraining" else ()
+        check_attention(self, unmatched=unmatched)
         check_within(self, "(0, inf)", "image_tokens")
         check_within(self, "[0, inf)", "frozen_image_layers")
         if self.objective == "report" and self.mirror_weight:
