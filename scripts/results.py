@@ -13,6 +13,7 @@ the tables of one commit, docs/pages/earlier-results.md those of others.
 import argparse
 import dataclasses
 import datetime
+import math
 import platform
 import re
 import subprocess
@@ -21,7 +22,6 @@ from pathlib import Path
 
 from medvl.errors import EvaluationError
 from medvl.eval import MetricRow, Results, read_results
-from medvl.eval.core.results import format_value
 
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = (ROOT / "RESULTS.md", ROOT / "docs/pages/earlier-results.md")
@@ -226,12 +226,14 @@ def render(table: Table, columns: Mapping[str, Results]) -> str:
 
 
 def cell(results: Results, metric: str, target: str, subgroup: str = "") -> str:
-    """Return one number with its interval, empty where the evaluation has no such row."""
+    """Return one number with its interval, where it has one; empty where the evaluation has no such row."""
     try:
         row: MetricRow = results.row(metric, target, subgroup)
     except EvaluationError:
         return ""
-    return format_value(row)
+    if math.isnan(row.value):
+        return "–"
+    return f"{row.value:.3f}" if math.isnan(row.low) else f"{row.value:.3f} [{row.low:.3f}, {row.high:.3f}]"
 
 
 def provenance(commits: Sequence[str] = ()) -> str:
