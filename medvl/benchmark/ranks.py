@@ -73,11 +73,11 @@ class Measured:
         """95 % interval of the mean: that of the only seed, or one of Student's t."""
         if len(self.ends) == 1:
             return self.ends[0]
-        return Estimate.of(self.value, self.item_error, [self]).interval
+        return Estimated.of(self.value, self.item_error, [self]).interval
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Estimate:
+class Estimated:
     """A mean or a difference of means, with its errors."""
 
     value: float
@@ -89,7 +89,7 @@ class Estimate:
     """Degrees of freedom of `seed_error`; infinite for a single seed."""
 
     @classmethod
-    def of(cls, value: float, item_error: float, systems: Sequence[Measured]) -> "Estimate":
+    def of(cls, value: float, item_error: float, systems: Sequence[Measured]) -> "Estimated":
         """Return the estimate from these systems, whose seeds are independent of each other."""
         several = [(system.seed_variance, len(system.values) - 1) for system in systems if len(system.values) > 1]
         total = math.fsum(variance for variance, _ in several)
@@ -131,13 +131,13 @@ class Rank:
     high: int
 
 
-def difference(first: Measured, second: Measured) -> Estimate:
+def difference(first: Measured, second: Measured) -> Estimated:
     """Return the difference of two systems, paired where they share their test items."""
     if first.items is None or first.items != second.items:
         of_items = math.hypot(first.item_error, second.item_error)
     else:
         of_items = float(np.nanstd(first.mean_R - second.mean_R, ddof=1))
-    return Estimate.of(first.value - second.value, of_items, [first, second])
+    return Estimated.of(first.value - second.value, of_items, [first, second])
 
 
 def holm(p_P: Sequence[float]) -> list[float]:
