@@ -94,15 +94,16 @@ def prepare_run(run: Run, store: Store, run_dir: Path | None = None) -> Any:
     """
     settings = settings_of(run, store, run_dir)
     if settings.data.paired_fraction < 1:
-        batch = min(settings.train.micro_batch, _samples(run, settings.data)) * settings.train.accumulate
+        batch = min(settings.train.micro_batch, _samples(run, settings)) * settings.train.accumulate
         settings = dataclasses.replace(settings, train=dataclasses.replace(settings.train, global_batch=batch))
     return recipe_module(Path(run.recipe)).prepare(settings)
 
 
-def _samples(run: Run, data: Any) -> int:
-    """Return the number of training samples: pairs, or studies, of which report generators may read several images."""
+def _samples(run: Run, settings: Any) -> int:
+    """Return the number of training samples: pairs, or studies where a sample has several images of one."""
+    data = settings.data
     source = UnpairedSource(ShardSource(data.train), data.paired_fraction, data.seed, data.others)
-    if run.family == "report":
+    if run.family == "report" or getattr(settings.model, "views", None) == "study":
         return len({source.sample(position).study for position in range(len(source))})
     return len(source) + sum(len(ShardSource(folder)) for folder in data.extra_train)
 

@@ -257,6 +257,14 @@ def test_a_share_below_a_batch_is_trained_in_batches_of_all_its_pairs(file: Path
     assert (store.folder(run) / "start-weights/model.safetensors").is_file()
 
 
+def test_a_share_below_a_batch_of_studies(file: Path, tmp_path: Path) -> None:
+    """CXR-CLIP reads each study once."""
+    config = read_benchmark(file, {"systems": ["cxrclip"], "shares": [0.9], "budget.batch": 64})
+    [run] = plan_runs(config, tmp_path).runs
+    train = prepare_run(run, Store(tmp_path)).data.train
+    assert train.global_batch == len(train.source) < 64
+
+
 def test_an_estimate_that_failed_is_made_again(file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The cause may be gone: a run that it starts from is trained, or the memory is free."""
     [run] = plan_runs(read_benchmark(file, {"systems": ["convirt"]}), tmp_path).runs
