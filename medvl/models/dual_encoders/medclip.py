@@ -54,8 +54,7 @@ class MedCLIP(LearnedScale, BertDualEncoder):
     the side that they have.
 
     The loss is the mean over a text and another one of the same sample (`Inputs.second_text`). The released code makes
-    that one by random edits of the words; here it is a second draw of the recipe's text policy. Samples without a
-    second text (`Batch.has_second_text_B`) have no column for it.
+    that one by random edits of the words; here it is a second draw of the recipe's text policy, where there is one.
     """
 
     Config = MedCLIPConfig
