@@ -172,6 +172,8 @@ def _questions(trained: Trained) -> Any:
         "valid_split": Path(corpus.questions_valid or "").name,
         "workers": budget.workers,
     }
+    if getattr(system(run.system), "numbers_cells", False):  # it reads images of one size
+        data["image"] = {"size": run.settings["model"]["image_size"]}
     train: dict[str, Any] = {"run_dir": run_dir, "keep_last": 1, "tensorboard": False, "seed": run.seed}
     if budget.weights == "last":
         train |= {"best_metric": "loss", "best_mode": "min"}

@@ -4,6 +4,7 @@ import dataclasses
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from helpers.benchmark_plans import write_plan
@@ -137,3 +138,24 @@ def test_a_run_that_another_process_executes_does_not_fail_on_ray(
     monkeypatch.setitem(sys.modules, "ray", ray)
     execute_with_ray(plan, store, report=lambda line: None)
     assert {store.state(run) for run in plan.runs} == {"to do"}
+
+
+@pytest.mark.parametrize(("name", "size"), [("medvill", 512), ("m3ae", 384)])
+def test_questions_are_fine_tuned_at_a_size_that_the_system_can_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, size: int
+) -> None:
+    """The published 384 pixels; MedViLL, whose cells are numbered, at its own 512."""
+    text = FILE.replace('"convirt", "umrl", "vilt"', f'"{name}"').replace("[settings.umrl]", 'preset = "paper"')
+    text = text.replace('image_from = "run:convirt"', "").replace('"matching", "reranking", "zero-shot"', '"questions"')
+    plan, _ = write_plan(tmp_path, text + 'questions = "vqa"\nquestions_valid = "vqa/validate"\n')
+    given: list[int] = []
+
+    def prepare(recipe: Any) -> None:
+        given.append(recipe.data.image.size)
+        raise KeyboardInterrupt
+
+    recipe = SimpleNamespace(PRESETS=tasks.recipe_module(tasks.find_recipe("vqa_finetune")).PRESETS, prepare=prepare)
+    monkeypatch.setattr(tasks, "recipe_module", lambda path: recipe)
+    with pytest.raises(KeyboardInterrupt):
+        tasks._questions(tasks.Trained(run=plan.runs[0], checkpoint=tmp_path, folder=tmp_path, other=Path))
+    assert given == [size]
