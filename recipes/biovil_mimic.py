@@ -62,9 +62,7 @@ SMALL = BioViLConfig(
     attention_dropout=0.0,
     max_tokens=64,
 )
-tiny = quickstart.zero_shot_recipe(
-    "biovil", SMALL, dataclasses.replace(quickstart.DATA, text=SECTIONS), packed_text=True
-)
+tiny = quickstart.zero_shot_recipe("biovil", SMALL, dataclasses.replace(quickstart.DATA, text=SECTIONS))
 tiny_local = dataclasses.replace(
     tiny,
     model=dataclasses.replace(SMALL, local_weight=0.5),

@@ -57,7 +57,6 @@ tiny = quickstart.zero_shot_recipe(
         pooler_blocks=1,
     ),
     dataclasses.replace(quickstart.DATA, text=WholeText()),
-    packed_text=True,
 )
 PRESETS = {"paper": paper, "tiny": tiny}
 MAKE_DATA = "medvl shards mimic-cxr --root MIMIC-CXR --views PA AP --out shards/mimic-cxr --short-side 512"

@@ -65,6 +65,7 @@ tiny = quickstart.zero_shot_recipe(
         max_tokens=48,
     ),
     dataclasses.replace(quickstart.DATA, text=WholeText(sections=("impression",), missing="literal")),
+    packed_text=False,
 )
 
 PRESETS = {"paper": paper, "tiny": tiny}

@@ -55,7 +55,6 @@ tiny = quickstart.zero_shot_recipe(
         attention_dropout=0.0,
         max_tokens=48,
     ),
-    packed_text=True,
 )
 
 PRESETS = {"paper": paper, "tiny": tiny}

@@ -58,7 +58,7 @@ SMALL: dict[str, Any] = {
     "max_tokens": 256,
 }
 tiny = quickstart.zero_shot_recipe(
-    "lovt", LoVTConfig(**SMALL), dataclasses.replace(quickstart.DATA, text=SwappedSentences()), packed_text=True
+    "lovt", LoVTConfig(**SMALL), dataclasses.replace(quickstart.DATA, text=SwappedSentences())
 )
 analysis = dataclasses.replace(
     paper,

@@ -73,7 +73,6 @@ tiny = quickstart.zero_shot_recipe(
         two_texts=False,
         max_tokens=48,
     ),
-    packed_text=True,
 )
 
 PRESETS = {"paper": paper, "tiny": tiny}

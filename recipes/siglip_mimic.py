@@ -88,6 +88,7 @@ tiny = quickstart.zero_shot_recipe(
         max_tokens=48,
     ),
     dataclasses.replace(quickstart.DATA, text=WholeText(sections=("impression",), missing="literal")),
+    packed_text=False,
 )
 
 continued = dataclasses.replace(

@@ -112,7 +112,7 @@ def zero_shot_recipe(
     data: DataConfig = DATA,
     prompts: str = "chexpert_ensemble",
     *,
-    packed_text: bool = False,
+    packed_text: bool = True,
 ) -> ZeroShotRecipe:
     """Return the preset `tiny` of a dual-encoder from scratch.
 
@@ -121,7 +121,7 @@ def zero_shot_recipe(
         model: settings of the system.
         data: shards, texts and augmentation.
         prompts: prompt set of the evaluation during training.
-        packed_text: `TrainConfig.packed_text`.
+        packed_text: `TrainConfig.packed_text`; False for text encoders that are no BERT.
     """
     return ZeroShotRecipe(
         model=model,
@@ -157,12 +157,12 @@ def fusion_recipe(name: str, model: ImageConfig, epochs: int = 12) -> Recipe:
         model: settings of the system.
         epochs: length of the run.
     """
-    run_dir = Path("quickstart") / name
+    train = dataclasses.replace(TRAIN, run_dir=Path("quickstart") / name, epochs=epochs, packed_text=True)
     return Recipe(
         model=model,
         pretrained=False,
         init_from=_CONVIRT,
         data=DATA,
         optim=dataclasses.replace(OPTIM, lr=5e-4),
-        train=dataclasses.replace(TRAIN, run_dir=run_dir, epochs=epochs, best_metric="loss", best_mode="min"),
+        train=dataclasses.replace(train, best_metric="loss", best_mode="min"),
     )

@@ -10,7 +10,7 @@ all ranks must call a bound equally often (`medvl.losses.gather`).
 Liao et al., arXiv 2103.04537. In its released code the positive is missing in the sum of InfoNCE, whose gradient is
 then exactly that of the other bound, and pairs are concatenated one by one.
 
-N images, M texts, P pairs and regions, S sentences, D feature dim, H hidden dim.
+N images, M texts, P pairs and regions, S sentences, Q real sentences, R rows of a product, D feature dim, H hidden dim.
 """
 
 import itertools
@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from medvl.common.cpu_rows import filling_rows
 from medvl.losses.gather import gather, mean_over_ranks
 from medvl.losses.precision import full_precision, shapes
 
@@ -29,8 +30,8 @@ SentenceSum = Literal["sum", "mean"]
 
 _LOWEST = torch.finfo(torch.float32).min
 """Score of entries excluded from a log-sum-exp; minus infinity would give NaN gradients if all are excluded."""
-_CHUNK_BYTES, _CPU_CHUNK_BYTES = 2**28, 2**24
-"""Memory of a critic's hidden values at a time. C libraries give larger blocks back to the system after each use."""
+_CHUNK_BYTES, _CPU_CHUNK_BYTES = 2**28, 2**22
+"""Memory of a critic's hidden values at a time; on a CPU they stay in its caches."""
 _KEPT_BYTES = 2**30
 """Memory of hidden values above which they are recomputed in the backward pass."""
 
@@ -152,7 +153,7 @@ class SeparableCritic(nn.Module):
         """Return (N, M) float32: for every image and text, the highest score of each sentence with any region, summed.
 
         Regions are chosen without gradient, then only the chosen ones are scored with gradient, which equals that of
-        the maximum.
+        the maximum. Padding is not scored; a GPU is synchronised to count the real sentences.
 
         Args:
             regions_NPD: regions of the images.
@@ -171,15 +172,17 @@ class SeparableCritic(nn.Module):
         mask_MS = torch.ones_like(sentences_MSD[..., 0], dtype=torch.bool) if mask_MS is None else mask_MS.bool()
         if mask_MS.shape != sentences_MSD.shape[:2]:
             raise ValueError(f"mask_MS must be {tuple(sentences_MSD.shape[:2])}, got {tuple(mask_MS.shape)}")
-        sentences_MSD = sentences_MSD.masked_fill(~mask_MS[:, :, None], 0.0)
-        regions_NPH, sentences_QH = self._first(regions_NPD, sentences_MSD.flatten(0, 1))
+        real_Q = mask_MS.flatten().nonzero()[:, 0]
+        rows_R = torch.cat([real_Q, real_Q[:1].expand(filling_rows(len(real_Q), real_Q.device))])
+        regions_NPH, sentences_RH = self._first(regions_NPD, sentences_MSD.flatten(0, 1)[rows_R])
         with torch.no_grad():
-            columns = max(1, _chunk_bytes(sentences_QH) // self._pair_bytes(regions_NPH.shape[1]))
-            parts = sentences_QH.split(columns)
-            best_NQ = torch.cat([self._scores(regions_NPH[:, :, None], part, highest=True) for part in parts], dim=1)
-        best_NQH = best_NQ[:, :, None].expand(-1, -1, regions_NPH.shape[2])
-        score_NMS = self._scores(regions_NPH.gather(1, best_NQH), sentences_QH).unflatten(1, mask_MS.shape)
-        total_NM = score_NMS.masked_fill(~mask_MS, 0.0).sum(dim=2)
+            columns = max(1, _chunk_bytes(sentences_RH) // self._pair_bytes(regions_NPH.shape[1]))
+            parts = sentences_RH.split(columns)
+            best_NR = torch.cat([self._scores(regions_NPH[:, :, None], part, highest=True) for part in parts], dim=1)
+        best_NRH = best_NR[:, :, None].expand(-1, -1, regions_NPH.shape[2])
+        score_NQ = self._scores(regions_NPH.gather(1, best_NRH), sentences_RH)[:, : len(real_Q)]
+        empty_NK = score_NQ.new_zeros(len(score_NQ), mask_MS.numel())
+        total_NM = empty_NK.index_copy(1, real_Q, score_NQ).unflatten(1, mask_MS.shape).sum(dim=2)
         return total_NM / mask_MS.sum(dim=1).clamp(min=1) if reduce == "mean" else total_NM
 
     def _first(self, image: Tensor, text: Tensor) -> tuple[Tensor, Tensor]:
