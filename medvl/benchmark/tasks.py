@@ -40,7 +40,7 @@ from medvl.eval import (
 )
 from medvl.eval.vqa.evaluate import GAIN, QUESTION_ONLY, subgroup_of
 from medvl.eval.zero_shot_classification.prompts import default_prompts
-from medvl.models import KAD, MRM, DualEncoder, FusionModel, MedKLIP, System, load, system
+from medvl.models import KAD, MRM, DualEncoder, FusionModel, MedKLIP, R2Gen, System, load, system
 from medvl.schema import Inputs
 from medvl.train.recipe_files import find_recipe
 
@@ -246,7 +246,7 @@ TASKS: Mapping[str, Task] = {
             Column(title="CNR", metric="cnr", targets=("overall",)),
         ),
     ),
-    "probe": Task(fits=_is(DualEncoder, FusionModel, MRM), evaluate=_probe, columns=_probe_columns),
+    "probe": Task(fits=_is(DualEncoder, FusionModel, MRM, R2Gen), evaluate=_probe, columns=_probe_columns),
     "change": Task(
         fits=_is(DualEncoder),
         needs=("changes",),

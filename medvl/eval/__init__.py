@@ -66,6 +66,7 @@ if TYPE_CHECKING:
     from medvl.eval.metric_classes import LabelMetrics as LabelMetrics, RetrievalMetrics as RetrievalMetrics
     from medvl.eval.probing.evaluate import linear_probe as linear_probe
     from medvl.eval.probing.features import ProbedEncoder as ProbedEncoder, encode_features as encode_features
+    from medvl.eval.probing.fitted import FittedProbe as FittedProbe
     from medvl.eval.probing.page import write_probe_page as write_probe_page
     from medvl.eval.probing.severity import ordinal_table as ordinal_table
     from medvl.eval.published.numbers import (

@@ -5,11 +5,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from medvl.cli.eval.options import EvalOptions, LabelOptions, open_evaluation, publish_result
+from medvl.errors import ConfigError
 
 if TYPE_CHECKING:
-    from medvl.eval.zero_shot_classification.calibration import Calibration
+    from collections.abc import Callable
 
-_ADVICE = "give a dual-encoder, a fusion-encoder or a classifier"
+    from medvl.eval import Loader
+    from medvl.eval.probing.fitted import FittedProbe
+    from medvl.eval.zero_shot_classification.calibration import Calibration
+    from medvl.models import System
+
+_ADVICE = "give a system's checkpoint"
 
 
 def robustness(
@@ -22,11 +28,14 @@ def robustness(
     sites: tuple[Path, ...] = (),
     outside: tuple[Path, ...] = (),
     calibration: Path | None = None,
+    probe_train: Path | None = None,
+    probe_valid: Path | None = None,
     seed: int = 0,
 ) -> None:
     """Test a model on other patients, sites, image qualities and wordings, and on images that are not radiographs.
 
-    The checkpoint is a dual-encoder, a fusion-encoder or a classifier; the shards have labels, texts or both.
+    The checkpoint is a dual-encoder, a fusion-encoder or a classifier; the shards have labels, texts or both. With
+    --probe-train and --probe-valid it is any system with an image encoder, and a linear probe scores the findings.
 
     Args:
         prompts: prompt sets of a dual-encoder (`medvl list prompts`, or JSON files); the first scores the findings.
@@ -37,6 +46,8 @@ def robustness(
         sites: folders of labelled shards of other hospitals.
         outside: folders of shards of images that are not chest radiographs, such as those of `medvl phantom roco`.
         calibration: file of `medvl eval calibrate`; default the one beside the checkpoint, if there is one.
+        probe_train: folder of labelled shards of other patients, to which a linear probe is fitted.
+        probe_valid: folder of labelled shards of further patients, on which its penalty is chosen.
         seed: seed of the corruptions and of the intervals.
     """
     from medvl.eval.core.open import open_source
@@ -45,9 +56,20 @@ def robustness(
     from medvl.eval.zero_shot_classification.prompts import default_prompts, load_prompts
     from medvl.models import System
 
+    if (probe_train is None) != (probe_valid is None):
+        raise ConfigError("give both --probe-train and --probe-valid", "conflict", field="probe_train")
+    if probe_train is not None and (prompts or calibration is not None):
+        raise ConfigError("a linear probe has no prompts and no calibration", "conflict", field="probe_train")
     sets = [load_prompts(name) for name in prompts]
     kind: type[System] = System
-    model, source, read = open_evaluation(shared, kind, _ADVICE, text=True)
+    model, source, read = open_evaluation(shared, kind, _ADVICE, text=probe_train is None)
+    folder = shared.folder(shared.checkpoint, "robustness" if probe_train is None else "robustness_probe")
+    name, probe, scaling = f"{model.name} ({shared.checkpoint})", None, None
+    if probe_train is not None and probe_valid is not None:
+        probe = _probe(model, read, probe_train, probe_valid, folder.parent / "features", label)
+        name = f"linear probe of {name}"
+    else:
+        scaling = _calibration(calibration, shared.checkpoint, sets[0].name if sets else default_prompts(model))
     result = evaluate_robustness(
         model,
         source,
@@ -55,15 +77,31 @@ def robustness(
         prompts=sets,
         sites={name: open_source(path, [shared.checkpoint]) for name, path in _named(sites).items()},
         outside={name: open_source(path) for name, path in _named(outside).items()},
-        calibration=_calibration(calibration, shared.checkpoint, sets[0].name if sets else default_prompts(model)),
+        calibration=scaling,
+        probe=probe,
         settings=RobustnessSettings(
             corruptions=corruptions, made_up=made_up, policy=label.policy(), resamples=shared.resamples, seed=seed
         ),
         checkpoint=shared.checkpoint,
     )
     page = functools.partial(write_robustness_page, result, pixels=source.pixels)
-    folder, name = shared.folder(shared.checkpoint, "robustness"), f"{model.name} ({shared.checkpoint})"
     publish_result(result, folder, page, name, source.manifest, result.table(), everything=shared.all)
+
+
+def _probe(
+    model: "System", read: "Callable[..., Loader]", train: Path, valid: Path, cache: Path, label: LabelOptions
+) -> "FittedProbe":
+    """Return a linear probe of the model's image encoder; its features are cached as those of `medvl eval probe`."""
+    from medvl.eval.core.open import open_source
+    from medvl.eval.probing.features import ProbedEncoder, encode_features
+    from medvl.eval.probing.fitted import FittedProbe
+
+    encoder = ProbedEncoder.from_model(model, name=model.name)
+    tables = [
+        encode_features(encoder, read(open_source(path, synthetic=path == train)), cache=cache)
+        for path in (train, valid)
+    ]
+    return FittedProbe.fit(encoder, *tables, policy=label.policy())
 
 
 def _named(folders: tuple[Path, ...]) -> dict[str, Path]:

@@ -67,6 +67,11 @@ class ProbedEncoder:
         return cls(name=f"{name}, {weights} weights", module=module, transform=EvalTransform(size=module.image_size[0]))
 
     @property
+    def device(self) -> torch.device:
+        """Device of the encoder."""
+        return next(self.module.parameters()).device
+
+    @property
     def sha256(self) -> str:
         """Hash of the weights and settings of the encoder."""
         return weights_sha256(self.module, self.module.config)
@@ -147,10 +152,9 @@ def _describe(encoder: ProbedEncoder, source: Source) -> str:
 
 def _encode(encoder: ProbedEncoder, loader: Loader) -> _Encoded:
     batches = FullPass(loader, synthetic=True)
-    device = next(encoder.module.parameters()).device
 
     def encode(batch: Batch) -> dict[str, torch.Tensor]:
-        return {"x": encoder.module(batch.image_BCHW.to(device, non_blocking=True)).pooled_BD.float()}
+        return {"x": encoder.module(batch.image_BCHW.to(encoder.device, non_blocking=True)).pooled_BD.float()}
 
     with evaluating(encoder.module):
         x_ND = column(batches.compute(encode), "x")

@@ -1,4 +1,4 @@
-"""Robustness of a dual-encoder, a fusion-encoder or a classifier, in one evaluation under one bootstrap.
+"""Robustness of a dual-encoder, fusion-encoder, classifier or linear probe, in one evaluation under one bootstrap.
 
 Protocol "robustness", version 1. The tests depend on what a model scores: findings (a dual-encoder by prompts, a
 classifier), texts compared with images (a dual-encoder by similarity, a fusion-encoder by the log-odds of a match), or
@@ -40,15 +40,18 @@ from typing import Any
 import torch
 
 from medvl.data.loading.sources import Source
+from medvl.data.splits import check_disjoint
 from medvl.eval.classification.label_policy import LabelPolicy
+from medvl.eval.core.full_pass import samples_by_key
 from medvl.eval.core.metric_rows import measure
 from medvl.eval.core.metrics import ECE_BINS
 from medvl.eval.core.results import Results, checkpoint_sha256, format_table
 from medvl.eval.core.subgroups import subgroups_of
+from medvl.eval.probing.fitted import FittedProbe
 from medvl.eval.robustness.assemble import assemble
 from medvl.eval.robustness.image_versions import CORRUPTIONS, MADE_UP, corruption_versions, made_up_versions
 from medvl.eval.robustness.passes import OpenLoader, Scores, score_everything
-from medvl.eval.robustness.scorers import Scorer, make_scorer
+from medvl.eval.robustness.scorers import ProbeScorer, Scorer, make_scorer
 from medvl.eval.zero_shot_classification.calibration import Calibration
 from medvl.eval.zero_shot_classification.prompts import PromptSet, default_prompts, load_prompts
 from medvl.models.base import System
@@ -114,6 +117,7 @@ def evaluate_robustness(
     sites: Mapping[str, Source] | None = None,
     outside: Mapping[str, Source] | None = None,
     calibration: Calibration | None = None,
+    probe: FittedProbe | None = None,
     settings: RobustnessSettings | None = None,
     checkpoint: str | Path | None = None,
 ) -> RobustnessResult:
@@ -128,17 +132,24 @@ def evaluate_robustness(
         sites: name -> labelled images of other hospitals.
         outside: name -> images that are not chest radiographs.
         calibration: of the model and the first prompt set.
+        probe: linear probe of the model's image encoder, which then scores the findings; texts are not compared.
         settings: settings of the tests.
         checkpoint: directory or file whose hash is recorded in the results.
 
     Raises ConfigError if the model scores neither findings nor pairs, and EvaluationError if the data has neither
-    labels of the model's findings nor texts, if images are missing, or if scores are not finite.
+    labels of the model's findings nor texts, if images are missing, or if scores are not finite. Raises SplitError if
+    the probe was fitted to patients of the data or the sites.
     """
     settings, sites, outside = settings or RobustnessSettings(), sites or {}, outside or {}
     named = prompts or (default_prompts(model), *MORE_PROMPTS)
     sets = [one if isinstance(one, PromptSet) else load_prompts(one) for one in named]
     with evaluating(model):
-        scorer = make_scorer(model, sets, source.label_names, settings.autocast)
+        if probe is None:
+            scorer = make_scorer(model, sets, source.label_names, settings.autocast)
+        else:
+            tested = [sample.patient for one in (source, *sites.values()) for _, sample in samples_by_key(one).values()]
+            check_disjoint({**probe.patients, "test": tested}, "the linear probe")
+            scorer = ProbeScorer(probe, source.label_names, settings.autocast)
         scores = score_everything(
             scorer,
             source,
@@ -161,6 +172,7 @@ def evaluate_robustness(
             "checkpoint": None if checkpoint is None else checkpoint_sha256(checkpoint),
             "manifest": source.fingerprint,
             **_describe_inputs(sets if scorer.prompt_sets else (), sites, outside),
+            **({f"probe {part}": value for part, value in probe.manifests.items()} if probe is not None else {}),
         },
         details=tests.details,
     )

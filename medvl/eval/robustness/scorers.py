@@ -15,6 +15,7 @@ from torch import Tensor
 from medvl.errors import ConfigError
 from medvl.eval.classification.label_policy import NO_FINDING
 from medvl.eval.core.embeddings import embed_texts, encode_batch
+from medvl.eval.probing.fitted import FittedProbe
 from medvl.eval.retrieval.rerank import Encoded, check_matching, encode_texts, match_scores
 from medvl.eval.retrieval.similarity import paired_similarity
 from medvl.eval.robustness.sentences import paraphrases, statements
@@ -101,6 +102,32 @@ class ClassifierScorer(Scorer):
     def encode(self, batch: Batch) -> Tensor:
         """Return the probabilities of all labels of the model."""
         return self.model.probabilities(batch.to(self.model.device, non_blocking=True)).double().cpu()
+
+    def confidence(self, images: Tensor, statement_BS: Tensor | None = None) -> Tensor:
+        """See the base class."""
+        return images.amax(dim=1)
+
+    def findings(self, images: Tensor) -> Tensor:
+        """See the base class."""
+        return images[:, self._columns]
+
+
+class ProbeScorer(Scorer):
+    """Probabilities of a linear probe, for any system with an image encoder."""
+
+    probabilities = True
+    confidence_is = "largest probability of a finding by the linear probe"
+
+    def __init__(self, probe: FittedProbe, labels: Sequence[str], autocast: torch.dtype | None) -> None:
+        self.probe, self.names = probe, tuple(name for name in probe.names if name in labels)
+        self._autocast = autocast
+        self._columns = [probe.names.index(name) for name in self.names]
+
+    def encode(self, batch: Batch) -> Tensor:
+        """Return the probabilities of all findings of the probe."""
+        device = self.probe.encoder.device
+        with torch.autocast(device.type, dtype=self._autocast, enabled=self._autocast is not None):
+            return self.probe.probabilities(batch)
 
     def confidence(self, images: Tensor, statement_BS: Tensor | None = None) -> Tensor:
         """See the base class."""
@@ -229,7 +256,7 @@ def make_scorer(
         return DualScorer(model, prompts, [name for name in common if name in labels and name != NO_FINDING], autocast)
     if isinstance(model, FusionModel):
         return FusionScorer(model, [name for name in FINDINGS if name in labels], autocast)
-    message = f"{model.name} scores neither findings nor pairs; give a dual-encoder, a fusion-encoder or a classifier"
+    message = f"{model.name} scores neither findings nor pairs; give a linear probe of its image encoder"
     raise ConfigError(message, "unsupported", field="checkpoint")
 
 

@@ -180,3 +180,28 @@ def test_robustness_of_a_dual_encoder_and_a_classifier(home: Path, capsys: pytes
     assert not any(row.metric == "negation" for row in results.rows)
     assert "rain" in error_text([*test, "--corruptions", "rain"], capsys)
     assert "expected made-up among natural noise" in error_text([*test, "--made-up", "snow"], capsys)
+
+
+def test_robustness_of_a_linear_probe(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its clean AUROC is that of `medvl eval probe` with the same features, and it compares no texts."""
+    data = ["--data", str(home / "shards" / "test"), "--corruptions", "blur", "--made-up", "inverted"]
+    fit = ["--probe-train", str(home / "shards" / "train"), "--probe-valid", str(home / "shards" / "validate")]
+    test = ["eval", "robustness", "--checkpoint", str(home / "run" / "best"), *data, *COMMON]
+    cli.main([*test, *fit])
+    folder = home / "run" / "eval" / "robustness_probe"
+    results = read_results(folder)
+    cli.main(["eval", "probe", "--checkpoint", str(home / "run" / "best"), *splits(home), *COMMON,
+              "--fractions", "1.0", "--out", str(home / "run" / "eval" / "probe_of_all")])  # fmt: skip
+    probed = read_results(home / "run" / "eval" / "probe_of_all")
+    for name in ("Edema", "Fracture"):
+        assert results.row("auroc", name).value == pytest.approx(probed.row("auroc@100%", name).value)
+        assert results.row("ece", name).value == pytest.approx(probed.row("ece", name).value)
+    assert results.row("auroc_change", "macro", "blur 5").n == 14
+    assert {row.metric for row in results.rows}.isdisjoint({"negation", "above_other", "auroc_sd"})
+    assert results.inputs["probe train"] == probed.inputs["train_manifest"]
+    assert "linear probe of convirt" in (folder / "index.html").read_text()
+    capsys.readouterr()
+    assert "give both --probe-train and --probe-valid" in error_text([*test, *fit[:2]], capsys)
+    assert "a linear probe has no prompts" in error_text([*test, *fit, "--prompts", "chexpert_pairs"], capsys)
+    own = [fit[0], str(home / "shards" / "test"), *fit[2:]]
+    assert "in both train and test" in error_text([*test, *own], capsys)

@@ -3,6 +3,8 @@
 import dataclasses
 import json
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -22,7 +24,9 @@ from medvl.errors import ConfigError, EvaluationError, SplitError
 from medvl.eval import linear_probe, write_probe_page
 from medvl.eval.classification.label_policy import LabelPolicy
 from medvl.eval.core.publish import PageHeader
+from medvl.eval.probing.evaluate import PENALTIES
 from medvl.eval.probing.features import FeatureTable, ProbedEncoder, encode_features
+from medvl.eval.probing.fitted import FittedProbe
 from medvl.eval.probing.solver import Standardizer, comparable_probabilities, fit_logistic, fit_path
 
 NAMES = ("Edema", "Fracture", "Cardiomegaly")
@@ -338,3 +342,49 @@ def test_encode_features_rejects_nonfinite_features(source):
         next(encoder.module.parameters()).fill_(torch.nan)
     with raises(EvaluationError, "nonfinite", names="resnet_tiny, random weights"):
         encode_features(encoder, loader_of(encoder, source))
+
+
+# A fitted probe
+
+
+class Pixels(torch.nn.Module):
+    """Pixels in place of features."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = torch.nn.Parameter(torch.ones(()))
+
+    def forward(self, image_BCHW: torch.Tensor) -> Any:
+        return SimpleNamespace(pooled_BD=image_BCHW.flatten(1).float() * self.scale)
+
+
+def batch_of(x_ND: torch.Tensor) -> Any:
+    return SimpleNamespace(image_BCHW=x_ND[:, None, None])
+
+
+def test_fitted_probe_is_that_of_the_protocol(sets):
+    train, valid, test = sets
+    probe = FittedProbe.fit(ProbedEncoder(name="pixels", module=Pixels(), transform=None), train, valid)
+    assert probe.names == NAMES
+    assert probe.penalty in PENALTIES
+    result = linear_probe(train, valid, test, fractions=(1.0,), resamples=0)
+    with torch.no_grad():
+        np.testing.assert_allclose(probe.probabilities(batch_of(test.x_ND)), result.images.scores_NL, atol=1e-9)
+    assert probe.patients["train"] == set(train.patients)
+    assert probe.manifests == {"train": train.fingerprint, "validation": valid.fingerprint}
+
+
+def test_fitted_probe_leaves_out_what_it_cannot_learn(sets):
+    train, valid, _ = sets
+    encoder: Any = SimpleNamespace(module=Pixels())
+    absent_NL = train.labels_NL.copy()
+    absent_NL[:, 1] = 0
+    without = dataclasses.replace(train, labels_NL=absent_NL)
+    assert FittedProbe.fit(encoder, without, valid).names == ("Edema", "Cardiomegaly")
+    renamed = ("Edema", "No Finding", "Cardiomegaly")
+    parts = [dataclasses.replace(part, label_names=renamed) for part in (train, valid)]
+    assert FittedProbe.fit(encoder, *parts).names == ("Edema", "Cardiomegaly")
+    with raises(EvaluationError, "empty", "probe_train"):
+        FittedProbe.fit(encoder, dataclasses.replace(train, labels_NL=np.zeros_like(absent_NL)), valid)
+    with raises(SplitError, "leak"):
+        FittedProbe.fit(encoder, train, train)

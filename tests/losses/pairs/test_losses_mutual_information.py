@@ -192,6 +192,18 @@ def test_padding_sentences_do_not_change_the_local_critic(garbage: float) -> Non
     assert not padded_MSD.grad[~mask_MS].any()
 
 
+def test_padding_sentences_are_not_scored(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    model, regions_NPD, sentences_MSD = critic(), torch.randn(2, 3, 5), torch.randn(50, 4, 4)
+    mask_MS = torch.arange(4) < torch.arange(50)[:, None] % 2 + 1  # 75 of 200 are real, in rows of 128
+    seen, score = list[int](), model._score
+    monkeypatch.setattr(model, "_score", lambda left, right: seen.append(len(right)) or score(left, right))
+    total_NM = model.local(regions_NPD, sentences_MSD, mask_MS)
+    assert max(seen) == 128
+    alone_N1 = model.local(regions_NPD, sentences_MSD[1:2, :2])
+    torch.testing.assert_close(total_NM[:, 1:2], alone_N1)
+
+
 def test_critic_has_the_published_size_and_takes_16_bits_and_empty_sides() -> None:
     assert sum(parameter.numel() for parameter in losses.SeparableCritic(768, 768).parameters()) == (
         1536 * 1024 + 1024 + 1024 * 512 + 512 + 512 + 1
