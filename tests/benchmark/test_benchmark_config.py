@@ -191,7 +191,7 @@ def test_every_system_is_in_the_phantom_or_has_a_reason(tmp_path: Path) -> None:
         if run.family == "dual":
             assert (run.settings["model"]["image_encoder"], run.settings["model"]["image_size"]) == ("resnet_tiny", 112)
     [mrm] = [run for run in plan.runs if run.name == "mrm"]
-    assert (mrm.family, mrm.tasks) == ("records", ("probe",))
+    assert (mrm.family, mrm.tasks) == ("records", ("probe", "probe robustness"))
     [umrl] = [run for run in plan.runs if run.name == "umrl"]
     names = [run.name for run in plan.runs]
     assert umrl.needs == {"convirt": plan.runs[names.index("convirt")].key}

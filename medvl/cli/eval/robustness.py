@@ -1,6 +1,8 @@
 """`medvl eval robustness`: subgroups, sites, calibration, prompts, corruptions, negation, sides, other images."""
 
+import dataclasses
 import functools
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,9 +20,29 @@ if TYPE_CHECKING:
 _ADVICE = "give a system's checkpoint"
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ProbeOptions:
+    """The data of a linear probe: give both or none."""
+
+    probe_train: Path | None = None
+    """folder of labelled shards of other patients, to which a linear probe of the image encoder is fitted"""
+    probe_valid: Path | None = None
+    """folder of labelled shards of further patients, on which the penalty of the probe is chosen"""
+
+    def splits(self, prompts: Sequence[str], calibration: Path | None) -> list[Path]:
+        """Return both folders, or nothing. Raises ConfigError where one is missing or an option does not apply."""
+        found = [path for path in (self.probe_train, self.probe_valid) if path is not None]
+        if len(found) == 1:
+            raise ConfigError("give both --probe-train and --probe-valid", "conflict", field="probe_train")
+        if found and (prompts or calibration is not None):
+            raise ConfigError("a linear probe has no prompts and no calibration", "conflict", field="probe_train")
+        return found
+
+
 def robustness(
     shared: EvalOptions,
     label: LabelOptions,
+    fit: ProbeOptions,
     *,
     prompts: tuple[str, ...] = (),
     corruptions: tuple[str, ...] = ("noise", "blur", "contrast", "crop", "rotation", "marks"),
@@ -28,8 +50,6 @@ def robustness(
     sites: tuple[Path, ...] = (),
     outside: tuple[Path, ...] = (),
     calibration: Path | None = None,
-    probe_train: Path | None = None,
-    probe_valid: Path | None = None,
     seed: int = 0,
 ) -> None:
     """Test a model on other patients, sites, image qualities and wordings, and on images that are not radiographs.
@@ -46,8 +66,6 @@ def robustness(
         sites: folders of labelled shards of other hospitals.
         outside: folders of shards of images that are not chest radiographs, such as those of `medvl phantom roco`.
         calibration: file of `medvl eval calibrate`; default the one beside the checkpoint, if there is one.
-        probe_train: folder of labelled shards of other patients, to which a linear probe is fitted.
-        probe_valid: folder of labelled shards of further patients, on which its penalty is chosen.
         seed: seed of the corruptions and of the intervals.
     """
     from medvl.eval.core.open import open_source
@@ -56,20 +74,13 @@ def robustness(
     from medvl.eval.zero_shot_classification.prompts import default_prompts, load_prompts
     from medvl.models import System
 
-    if (probe_train is None) != (probe_valid is None):
-        raise ConfigError("give both --probe-train and --probe-valid", "conflict", field="probe_train")
-    if probe_train is not None and (prompts or calibration is not None):
-        raise ConfigError("a linear probe has no prompts and no calibration", "conflict", field="probe_train")
+    splits = fit.splits(prompts, calibration)
     sets = [load_prompts(name) for name in prompts]
     kind: type[System] = System
-    model, source, read = open_evaluation(shared, kind, _ADVICE, text=probe_train is None)
-    folder = shared.folder(shared.checkpoint, "robustness" if probe_train is None else "robustness_probe")
-    name, probe, scaling = f"{model.name} ({shared.checkpoint})", None, None
-    if probe_train is not None and probe_valid is not None:
-        probe = _probe(model, read, probe_train, probe_valid, folder.parent / "features", label)
-        name = f"linear probe of {name}"
-    else:
-        scaling = _calibration(calibration, shared.checkpoint, sets[0].name if sets else default_prompts(model))
+    model, source, read = open_evaluation(shared, kind, _ADVICE, text=not splits)
+    folder = shared.folder(shared.checkpoint, "robustness_probe" if splits else "robustness")
+    probe = _probe(model, read, splits, folder.parent / "features", label) if splits else None
+    default = sets[0].name if sets else default_prompts(model)
     result = evaluate_robustness(
         model,
         source,
@@ -77,19 +88,20 @@ def robustness(
         prompts=sets,
         sites={name: open_source(path, [shared.checkpoint]) for name, path in _named(sites).items()},
         outside={name: open_source(path) for name, path in _named(outside).items()},
-        calibration=scaling,
+        calibration=None if splits else _calibration(calibration, shared.checkpoint, default),
         probe=probe,
         settings=RobustnessSettings(
             corruptions=corruptions, made_up=made_up, policy=label.policy(), resamples=shared.resamples, seed=seed
         ),
         checkpoint=shared.checkpoint,
     )
+    name = f"{'linear probe of ' if splits else ''}{model.name} ({shared.checkpoint})"
     page = functools.partial(write_robustness_page, result, pixels=source.pixels)
     publish_result(result, folder, page, name, source.manifest, result.table(), everything=shared.all)
 
 
 def _probe(
-    model: "System", read: "Callable[..., Loader]", train: Path, valid: Path, cache: Path, label: LabelOptions
+    model: "System", read: "Callable[..., Loader]", splits: Sequence[Path], cache: Path, label: LabelOptions
 ) -> "FittedProbe":
     """Return a linear probe of the model's image encoder; its features are cached as those of `medvl eval probe`."""
     from medvl.eval.core.open import open_source
@@ -97,11 +109,9 @@ def _probe(
     from medvl.eval.probing.fitted import FittedProbe
 
     encoder = ProbedEncoder.from_model(model, name=model.name)
-    tables = [
-        encode_features(encoder, read(open_source(path, synthetic=path == train)), cache=cache)
-        for path in (train, valid)
-    ]
-    return FittedProbe.fit(encoder, *tables, policy=label.policy())
+    sources = [open_source(path, synthetic=path == splits[0]) for path in splits]
+    train, valid = (encode_features(encoder, read(source), cache=cache) for source in sources)
+    return FittedProbe.fit(encoder, train, valid, policy=label.policy())
 
 
 def _named(folders: tuple[Path, ...]) -> dict[str, Path]:

@@ -48,7 +48,7 @@ from medvl.eval.core.metrics import ECE_BINS
 from medvl.eval.core.results import Results, checkpoint_sha256, format_table
 from medvl.eval.core.subgroups import subgroups_of
 from medvl.eval.probing.fitted import FittedProbe
-from medvl.eval.robustness.assemble import assemble
+from medvl.eval.robustness.assemble import Tests, assemble
 from medvl.eval.robustness.image_versions import CORRUPTIONS, MADE_UP, corruption_versions, made_up_versions
 from medvl.eval.robustness.passes import OpenLoader, Scores, score_everything
 from medvl.eval.robustness.scorers import ProbeScorer, Scorer, make_scorer
@@ -147,9 +147,7 @@ def evaluate_robustness(
         if probe is None:
             scorer = make_scorer(model, sets, source.label_names, settings.autocast)
         else:
-            tested = [sample.patient for one in (source, *sites.values()) for _, sample in samples_by_key(one).values()]
-            check_disjoint({**probe.patients, "test": tested}, "the linear probe")
-            scorer = ProbeScorer(probe, source.label_names, settings.autocast)
+            scorer = _probe_scorer(probe, source, sites, settings)
         scores = score_everything(
             scorer,
             source,
@@ -160,23 +158,37 @@ def evaluate_robustness(
             outside=outside,
             seed=settings.seed,
         )
-    tests = assemble(scores, settings.policy, settings.smallest_subgroup, calibration)
-    results = Results(
-        protocol=PROTOCOL,
-        protocol_version=PROTOCOL_VERSION,
-        rows=measure(
-            tests.groups, len(tests.patients), resamples=settings.resamples, seed=settings.seed, groups=tests.patients
-        ),
-        config=_describe(settings, scorer),
-        inputs={
-            "checkpoint": None if checkpoint is None else checkpoint_sha256(checkpoint),
-            "manifest": source.fingerprint,
-            **_describe_inputs(sets if scorer.prompt_sets else (), sites, outside),
-            **({f"probe {part}": value for part, value in probe.manifests.items()} if probe is not None else {}),
-        },
-        details=tests.details,
+    inputs = {
+        "checkpoint": None if checkpoint is None else checkpoint_sha256(checkpoint),
+        "manifest": source.fingerprint,
+        **_describe_inputs(sets if scorer.prompt_sets else (), sites, outside, probe),
+    }
+    results = _measure(
+        assemble(scores, settings.policy, settings.smallest_subgroup, calibration), settings, scorer, inputs
     )
     return RobustnessResult(results=results, scores=scores)
+
+
+def _measure(tests: Tests, settings: RobustnessSettings, scorer: Scorer, inputs: Mapping[str, str | None]) -> Results:
+    rows = measure(
+        tests.groups, len(tests.patients), resamples=settings.resamples, seed=settings.seed, groups=tests.patients
+    )
+    return Results(
+        protocol=PROTOCOL,
+        protocol_version=PROTOCOL_VERSION,
+        rows=rows,
+        config=_describe(settings, scorer),
+        inputs=inputs,
+        details=tests.details,
+    )
+
+
+def _probe_scorer(
+    probe: FittedProbe, source: Source, sites: Mapping[str, Source], settings: RobustnessSettings
+) -> ProbeScorer:
+    tested = [sample.patient for one in (source, *sites.values()) for _, sample in samples_by_key(one).values()]
+    check_disjoint({**probe.patients, "test": tested}, "the linear probe")
+    return ProbeScorer(probe, source.label_names, settings.autocast)
 
 
 def _describe(settings: RobustnessSettings, scorer: Scorer) -> dict[str, Any]:
@@ -192,9 +204,13 @@ def _describe(settings: RobustnessSettings, scorer: Scorer) -> dict[str, Any]:
 
 
 def _describe_inputs(
-    prompts: Sequence[PromptSet], sites: Mapping[str, Source], outside: Mapping[str, Source]
-) -> dict[str, str]:
+    prompts: Sequence[PromptSet],
+    sites: Mapping[str, Source],
+    outside: Mapping[str, Source],
+    probe: FittedProbe | None,
+) -> dict[str, str | None]:
     return {
+        **({} if probe is None else {f"probe {part}": value for part, value in probe.manifests.items()}),
         **{f"prompts {one.name}": one.sha256 for one in prompts},
         **{f"site {name}": one.fingerprint for name, one in sites.items()},
         **{f"outside {name}": one.fingerprint for name, one in outside.items()},
