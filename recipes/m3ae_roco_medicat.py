@@ -75,6 +75,7 @@ tiny = Recipe(
         global_batch=64,
         precision="bf16",
         channels_last=True,
+        packed_text=True,
         validate_every=120,
         checkpoint_every=120,
     ),

@@ -175,6 +175,7 @@ def _questions(trained: Trained) -> Any:
     if getattr(system(run.system), "numbers_cells", False):  # it reads images of one size
         data["image"] = {"size": run.settings["model"]["image_size"]}
     train: dict[str, Any] = {"run_dir": run_dir, "keep_last": 1, "tensorboard": False, "seed": run.seed}
+    train["packed_text"] = run.settings["train"]["packed_text"]
     if budget.weights == "last":
         train |= {"best_metric": "loss", "best_mode": "min"}
     optim: dict[str, Any] = {}

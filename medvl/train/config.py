@@ -166,8 +166,9 @@ class TrainConfig:
     """Compile the model (with `shard_weights` its repeated blocks): a minute at the start, then faster steps on a GPU.
     Needs a C compiler and Python headers."""
     packed_text: bool = False
-    """Leave padding out of the text encoders' computation: the same values and gradients at a cost proportional to the
-    length of the reports. For BERT, RoBERTa and ALBERT; see `medvl.encoders.text.packing`."""
+    """Leave padding out of the computation of texts: the same values and gradients at a cost proportional to the
+    length of the reports. For BERT, RoBERTa and ALBERT, and for the text's stream of a fusion-encoder with two; see
+    `medvl.encoders.text.packing`."""
     checkpoint_activations: bool = False
     """Keep only each Transformer layer's input and recompute the layer in the backward pass: the same values and
     gradients in far less memory, for a third more arithmetic. Encoders with batch norms are not changed."""

@@ -94,6 +94,10 @@ class TextEncoder(Encoder):
         if enabled:
             self._packing = self._adapter.prepare_packing(self.backbone)
 
+    def packing_of(self, mask_BT: Tensor | None) -> "Packing | None":
+        """Return the packing of texts, for layers above this encoder; None where it does not pack."""
+        return None if self._packing is None or mask_BT is None else self._packing.from_mask(mask_BT)
+
     def forward(
         self, ids_BT: Tensor, mask_BT: Tensor, *, types_BT: Tensor | None = None, output_attention: bool = False
     ) -> TextFeatures:
@@ -121,7 +125,7 @@ class TextEncoder(Encoder):
     def features(self, hidden_BTD: Tensor, mask_BT: Tensor, *, output_attention: bool = False) -> TextFeatures:
         """Encode a batch of embedded texts, the output of `embed` or `embed_vectors`; see `forward`."""
         mask_BT = mask_BT.bool()
-        packing = None if self._packing is None else self._packing.from_mask(mask_BT)
+        packing = self.packing_of(mask_BT)
         if packing is not None and packing.tokens:  # transformers rejects a row without tokens
             states = self._adapter.encode_packed(self.backbone, packing.pack(hidden_BTD)[None], packing)
             combined_BTD = packing.unpack(self._combine_layers(states)[0])

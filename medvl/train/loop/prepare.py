@@ -9,6 +9,7 @@ from torch import nn
 from medvl.encoders import TextEncoder, checkpoint_activations
 from medvl.encoders.base import Encoder
 from medvl.errors import ConfigError
+from medvl.models.fusion_encoders.parts.encoder import DualStream
 from medvl.train.config import TrainConfig
 from medvl.train.parallel.distributed import RankInfo
 from medvl.train.parallel.model import DDPModel, ParallelModel
@@ -25,7 +26,7 @@ def prepare(model: nn.Module, config: TrainConfig, device: torch.device) -> None
     model.train()
     encoders = [module for module in model.modules() if isinstance(module, Encoder)]
     if config.packed_text:
-        _pack([encoder for encoder in encoders if isinstance(encoder, TextEncoder)])
+        _pack(model)
     if config.checkpoint_activations:
         _checkpoint(encoders)
     if config.compile:
@@ -47,11 +48,14 @@ def parallelize(model: nn.Module, config: TrainConfig, ranks: RankInfo) -> Paral
     return FSDPModel(model, ranks, compile=config.compile)
 
 
-def _pack(encoders: Sequence[TextEncoder]) -> None:
-    if not encoders:
+def _pack(model: nn.Module) -> None:
+    """Pack the text encoders, and the text's stream of a dual-stream fusion-encoder."""
+    modules = list(model.modules())
+    if not any(isinstance(module, TextEncoder) for module in modules):
         raise ConfigError("the model has no text encoder; leave packed_text unset", "unsupported", field="packed_text")
-    for encoder in encoders:
-        encoder.pack()
+    for module in modules:
+        if isinstance(module, (TextEncoder, DualStream)):
+            module.pack()
 
 
 def _checkpoint(encoders: Sequence[Encoder]) -> None:

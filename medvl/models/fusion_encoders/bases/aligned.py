@@ -133,10 +133,11 @@ class Towers(nn.Module):
 
     def _run_layers(self, text: Tokens, image: Tokens, depth: int) -> Tensor:
         """Return the text's states after the first `depth` layers."""
-        states_BTD = text.states_BND
+        packing = self.text_encoder.packing_of(text.mask_BN)
+        states_BTD = text.states_BND if packing is None else packing.pack(text.states_BND)
         for layer in self.fusion[:depth]:
-            states_BTD = layer(states_BTD, image.states_BND, text.mask_BN, image.mask_BN)
-        return states_BTD
+            states_BTD = layer(states_BTD, image.states_BND, text.mask_BN, image.mask_BN, packing)
+        return states_BTD if packing is None else packing.unpack(states_BTD)
 
     def score_words(self, states_ND: Tensor) -> Tensor:
         """(N, V): scores of the vocabulary."""

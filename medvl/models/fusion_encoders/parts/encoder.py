@@ -7,7 +7,7 @@ import abc
 import itertools
 import operator
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -16,6 +16,9 @@ from torch import Tensor, nn
 from medvl.models.bert_init import init_weights
 from medvl.models.fusion_encoders.parts.attention_masks import Attention, attention_mask
 from medvl.models.fusion_encoders.parts.transformer import CoAttentionLayer, SelfAttentionLayer, Sizes
+
+if TYPE_CHECKING:
+    from medvl.encoders.text.packing import Packing
 
 _TEXT, _IMAGE = 0, 1
 """Rows of the modality embedding."""
@@ -201,7 +204,18 @@ class DualStream(FusionEncoder):
         self.text_layers = nn.ModuleList(text_layers or (CoAttentionLayer(sizes) for _ in range(sizes.layers)))
         self.image_layers = nn.ModuleList(CoAttentionLayer(sizes) for _ in range(sizes.layers))
         self.text_pooler, self.image_pooler = Pooler(sizes.width), Pooler(sizes.width)
+        self._packing: type[Packing] | None = None
         init_weights(self)
+
+    def pack(self, enabled: bool = True) -> None:
+        """Let the text's stream compute real tokens only, as `TextEncoder.pack` does."""
+        from medvl.encoders.text.packing import Packing  # imports torch's compiler: seconds
+
+        self._packing = Packing if enabled else None
+
+    def packing_of(self, text: Tokens) -> "Packing | None":
+        """Return the packing of the text's stream; None where it is not packed."""
+        return None if self._packing is None or text.mask_BN is None else self._packing.from_mask(text.mask_BN)
 
     def forward(self, text: Tokens, image: Tokens) -> Fused:
         """See the base class; a pair's vector is the concatenation of the text's and the image's."""
@@ -219,11 +233,14 @@ class DualStream(FusionEncoder):
     def streams(self, text: Tokens, image: Tokens, depth: int) -> tuple[Tokens, Tokens]:
         """Return both streams after the first `depth` layers; layers above are not computed."""
         text_BTD, image_BPD = self.mark(text, image)
+        packing = self.packing_of(text)
+        text_BTD = text_BTD if packing is None else packing.pack(text_BTD)
         for text_layer, image_layer in list(zip(self.text_layers, self.image_layers, strict=True))[:depth]:
             text_BTD, image_BPD = (
-                text_layer(text_BTD, image_BPD, text.mask_BN, image.mask_BN),
-                image_layer(image_BPD, text_BTD, image.mask_BN, text.mask_BN),
+                text_layer(text_BTD, image_BPD, text.mask_BN, image.mask_BN, packing),
+                image_layer(image_BPD, text_BTD, image.mask_BN, text.mask_BN, None, packing),
             )
+        text_BTD = text_BTD if packing is None else packing.unpack(text_BTD)
         return Tokens(text_BTD, text.mask_BN), Tokens(image_BPD, image.mask_BN)
 
 

@@ -7,6 +7,7 @@ width of a head, D width.
 import contextlib
 import dataclasses
 from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -26,6 +27,9 @@ from medvl.models.fusion_encoders.parts.attention_masks import padding_mask
 from medvl.models.fusion_encoders.parts.encoder import DualStream, EntityTokens, Tokens
 from medvl.models.fusion_encoders.parts.transformer import Attention, CoAttentionLayer, FeedForward, Sizes
 from medvl.schema import Inputs
+
+if TYPE_CHECKING:
+    from medvl.encoders.text.packing import Packing
 
 _SLOPE = 0.2
 """Negative slope of the leaky ReLU, as in GAT."""
@@ -300,13 +304,15 @@ class KnowledgeLayer(nn.Module):
         text_mask_BT: Tensor | None,
         image_mask_BP: Tensor | None,
         entities: EntityTokens,
+        packing: "Packing | None" = None,
     ) -> tuple[Tensor, EntityTokens]:
-        """Return the words (B, T, D) and the entities."""
-        attended_BTD = self.text.attention(text_BTD, text_BTD, padding_mask(text_mask_BT))
-        crossed_BTD = self.text.cross_attention(attended_BTD, image_BPD, padding_mask(image_mask_BP))
+        """Return the words (B, T, D), packed if they were, and the entities."""
+        attended_BTD = self.text.attention(text_BTD, text_BTD, padding_mask(text_mask_BT), packing, packing)
+        crossed_BTD = self.text.cross_attention(attended_BTD, image_BPD, padding_mask(image_mask_BP), packing)
         known_BTD = crossed_BTD
         if self.entities is not None:
             added_BTD, states_BND = self.entities(entities, image_BPD, image_mask_BP)
+            added_BTD = added_BTD if packing is None else packing.pack(added_BTD)
             known_BTD, entities = crossed_BTD + added_BTD, entities._replace(states_BND=states_BND)
         merged_BTD = F.dropout(self.merge(known_BTD), self.dropout, self.training)
         words_BTD: Tensor = self.text.feed_forward(self.merge_norm(merged_BTD + crossed_BTD))
@@ -344,10 +350,12 @@ class KnowledgeStream(DualStream):
         """See the base class."""
         if text.entities is None:
             raise ValueError("expected texts with entities: encode them with the model's text_tokens")
-        entities, (text_BTD, image_BPD) = text.entities, self.mark(text, image)
+        entities, (text_BTD, image_BPD), packing = text.entities, self.mark(text, image), self.packing_of(text)
+        text_BTD = text_BTD if packing is None else packing.pack(text_BTD)
         for text_layer, image_layer in list(zip(self.text_layers, self.image_layers, strict=True))[:depth]:
             (text_BTD, entities), image_BPD = (
-                text_layer(text_BTD, image_BPD, text.mask_BN, image.mask_BN, entities),
-                image_layer(image_BPD, text_BTD, image.mask_BN, text.mask_BN),
+                text_layer(text_BTD, image_BPD, text.mask_BN, image.mask_BN, entities, packing),
+                image_layer(image_BPD, text_BTD, image.mask_BN, text.mask_BN, None, packing),
             )
+        text_BTD = text_BTD if packing is None else packing.unpack(text_BTD)
         return Tokens(text_BTD, text.mask_BN), Tokens(image_BPD, image.mask_BN)

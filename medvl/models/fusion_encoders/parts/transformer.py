@@ -1,16 +1,22 @@
 """Post-LN Transformer layers as in BERT (Devlin et al., arXiv 1810.04805), over torch's scaled_dot_product_attention.
 
+A sequence may be packed: its real tokens in one row (R, D) instead of (B, N, D), with the `Packing` of its mask.
+Padding then costs arithmetic in attention only.
+
 Letters: B batch, Q queries, K keys, N tokens, D width.
 """
 
 import dataclasses
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from medvl.models.bert_init import LAYER_NORM_EPS
 from medvl.models.fusion_encoders.parts.attention_masks import open_empty_rows, padding_mask
+
+if TYPE_CHECKING:
+    from medvl.encoders.text.packing import Packing
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -62,26 +68,37 @@ class Attention(nn.Module):
         self.value, self.out = nn.Linear(context, sizes.width), nn.Linear(sizes.width, sizes.width)
         self.norm = nn.LayerNorm(sizes.width, eps=LAYER_NORM_EPS)
 
-    def forward(self, states_BQD: Tensor, context_BKD: Tensor, mask_BQK: Tensor | None) -> Tensor:
+    def forward(
+        self,
+        states_BQD: Tensor,
+        context_BKD: Tensor,
+        mask_BQK: Tensor | None,
+        packing: "Packing | None" = None,
+        context_packing: "Packing | None" = None,
+    ) -> Tensor:
         """(B, Q, D). `mask_BQK` is True where a query may attend, with Q = 1 for all queries alike; None: no mask.
 
-        A query with an empty mask attends to everything.
+        A query with an empty mask attends to everything. With a `packing` the states are packed, and so is the result;
+        with a `context_packing` the other sequence is.
         """
-        return self.attend(states_BQD, self.keys_values(context_BKD), mask_BQK)
+        return self.attend(states_BQD, self.keys_values(context_BKD, context_packing), mask_BQK, packing)
 
-    def keys_values(self, context_BKD: Tensor) -> KeysValues:
+    def keys_values(self, context_BKD: Tensor, packing: "Packing | None" = None) -> KeysValues:
         """Project the other tokens to keys and values, which can be cached and attended to again."""
-        return self._split(self.key(context_BKD)), self._split(self.value(context_BKD))
+        return self._split(self.key(context_BKD), packing), self._split(self.value(context_BKD), packing)
 
-    def attend(self, states_BQD: Tensor, kept: KeysValues, mask_BQK: Tensor | None) -> Tensor:
+    def attend(
+        self, states_BQD: Tensor, kept: KeysValues, mask_BQK: Tensor | None, packing: "Packing | None" = None
+    ) -> Tensor:
         """Attend to cached keys and values; the rest of `forward`."""
         attended_BHQd = F.scaled_dot_product_attention(
-            self._split(self.query(states_BQD)),
+            self._split(self.query(states_BQD), packing),
             *kept,
             attn_mask=None if mask_BQK is None else open_empty_rows(mask_BQK)[:, None],
             dropout_p=self.dropout if self.training else 0.0,
         )
-        attended_BQD = self.out(attended_BHQd.transpose(1, 2).flatten(2))
+        attended_BQD = attended_BHQd.transpose(1, 2).flatten(2)
+        attended_BQD = self.out(attended_BQD if packing is None else packing.pack(attended_BQD))
         added_BQD: Tensor = self.norm(states_BQD + F.dropout(attended_BQD, self.dropout, self.training))
         return added_BQD
 
@@ -89,8 +106,8 @@ class Attention(nn.Module):
         """(B, heads, Q, K): the attention weights of `forward` without dropout, for plots."""
         return attention_weights(self.query(states_BQD), self.key(context_BKD), self.heads, mask_BQK)
 
-    def _split(self, states_BND: Tensor) -> Tensor:
-        return split_heads(states_BND, self.heads)
+    def _split(self, states_BND: Tensor, packing: "Packing | None" = None) -> Tensor:
+        return split_heads(states_BND if packing is None else packing.unpack(states_BND), self.heads)
 
 
 class FeedForward(nn.Module):
@@ -134,11 +151,20 @@ class CoAttentionLayer(nn.Module):
         self.feed_forward = FeedForward(sizes)
 
     def forward(
-        self, states_BND: Tensor, other_BKD: Tensor, mask_BN: Tensor | None, other_mask_BK: Tensor | None
+        self,
+        states_BND: Tensor,
+        other_BKD: Tensor,
+        mask_BN: Tensor | None,
+        other_mask_BK: Tensor | None,
+        packing: "Packing | None" = None,
+        other_packing: "Packing | None" = None,
     ) -> Tensor:
-        """(B, N, D) to the same shape. Masks are True on real tokens; None: all are real."""
-        attended_BND = self.attention(states_BND, states_BND, padding_mask(mask_BN))
-        crossed_BND = self.cross_attention(attended_BND, other_BKD, padding_mask(other_mask_BK))
+        """(B, N, D) to the same shape. Masks are True on real tokens; None: all are real.
+
+        With a `packing` the states are packed, with an `other_packing` those of the other stream.
+        """
+        attended_BND = self.attention(states_BND, states_BND, padding_mask(mask_BN), packing, packing)
+        crossed_BND = self.cross_attention(attended_BND, other_BKD, padding_mask(other_mask_BK), packing, other_packing)
         fed_BND: Tensor = self.feed_forward(crossed_BND)
         return fed_BND
 
