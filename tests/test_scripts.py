@@ -42,6 +42,7 @@ HELP = {
     **dict.fromkeys(("fault_matrix", "fuzz", "soak"), "run tests; by a test of its own; trains for minutes"),
     **dict.fromkeys(("compare_berthop", "compare_segmentation"), "train for minutes"),
     "benchmark_gpu": "run by a test of its own",
+    "benchmark_packing": "needs the data of a benchmark",
     **dict.fromkeys(("build_docs", "pretraining_helps", "results"), "need medvl[docs], a checkpoint, results of runs"),
 }
 """Scripts of which only the help is printed, and why."""

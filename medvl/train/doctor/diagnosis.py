@@ -83,10 +83,9 @@ def _faster_step(exam: Examination, settings: Settings) -> Iterator[str]:
                 "fit (it changes the number of negatives, and may need another learning rate)"
             )
     if exam.real_tokens < _MUCH_PADDING and not train.packed_text:
-        packed = "--train.packed-text True leaves it out (BERT family), " if exam.memory_gb is not None else ""
         yield (
-            f"{1 - exam.real_tokens:.0%} of the token positions are padding: {packed}a smaller --model.max-tokens "
-            "cuts the longest texts"
+            f"{1 - exam.real_tokens:.0%} of the token positions are padding: --train.packed-text True leaves it out "
+            "(BERT family), a smaller --model.max-tokens cuts the longest texts"
         )
     if train.grad_cache is not None:
         yield "--train.grad-cache: a larger part, or None where the batch fits"

@@ -112,7 +112,7 @@ def test_limit_follows_from_the_measurements(changes: dict[str, Any], part: str)
         (
             {"real_tokens": 0.4, "device": "CPU", "memory_gb": None},
             {},
-            ["60% of the token positions are padding: a smaller --model.max-tokens"],
+            ["60% of the token positions are padding: --train.packed-text True"],
         ),
         ({"peak_gb": 120.0}, FAST, []),
         (STARVED, {}, ["--data.workers 15: 16 cores, 8 workers", "medvl shards --short-side"]),
