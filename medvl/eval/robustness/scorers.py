@@ -256,7 +256,9 @@ def make_scorer(
         return DualScorer(model, prompts, [name for name in common if name in labels and name != NO_FINDING], autocast)
     if isinstance(model, FusionModel):
         return FusionScorer(model, [name for name in FINDINGS if name in labels], autocast)
-    message = f"{model.name} scores neither findings nor pairs; give a linear probe of its image encoder"
+    message = (
+        f"{model.name} scores neither findings nor pairs; test a linear probe of it (--probe-train, --probe-valid)"
+    )
     raise ConfigError(message, "unsupported", field="checkpoint")
 
 
