@@ -130,7 +130,7 @@ def interrupt_conversion(folder: Path, count: int) -> tuple[list[str], int, str]
         start_new_session=True,
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # ignored where a shell runs the tests with &
     )
-    for _ in range(600):
+    for _ in range(3000):
         if len(list((folder / "out-private").glob("table-*.json"))) >= 2 or process.poll() is not None:
             break
         time.sleep(0.02)

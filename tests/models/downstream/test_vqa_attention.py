@@ -75,7 +75,8 @@ def last_attention(model: Any, name: str, batch: Batch) -> tuple[Any, Tensor, Te
         return module, inputs[0], inputs[0], mask[:, 0].expand(-1, inputs[0].shape[1], -1)
     if name == "vilt":  # of timm
         return module, inputs[0], inputs[0], named["attn_mask"][:, 0].expand(-1, inputs[0].shape[1], -1)
-    states_BQD, context_BKD, mask = inputs
+    states_BQD, context_BKD, mask, *packings = inputs
+    assert not any(packings)
     full_BQK = torch.ones(*states_BQD.shape[:2], context_BKD.shape[1], dtype=torch.bool)
     return module, states_BQD, context_BKD, full_BQK if mask is None else full_BQK & mask
 
