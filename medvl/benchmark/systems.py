@@ -33,7 +33,10 @@ class Entry:
     """Settings of a variant."""
 
     def recipe_settings(self) -> Any:
-        """Return the settings of the preset; those of another system take the model's fields that this one shares."""
+        """Return the settings of the preset; those of another system take the model's fields that this one shares.
+
+        Texts are not packed then: nothing says that the system has a text encoder that can.
+        """
         settings = recipe_module(self.recipe).PRESETS[self.preset]
         config = system(self.system).Config
         if type(settings.model) is config:
@@ -41,7 +44,8 @@ class Entry:
         names = {field.name for field in dataclasses.fields(settings.model) if field.init}
         fields = [field.name for field in dataclasses.fields(config) if field.init]
         shared = {name: getattr(settings.model, name) for name in fields if name in names}
-        return dataclasses.replace(settings, model=config(**shared))
+        train = dataclasses.replace(settings.train, packed_text=False)
+        return dataclasses.replace(settings, model=config(**shared), train=train)
 
 
 @functools.cache

@@ -139,6 +139,8 @@ def benchmark(file: Path) -> tuple[Plan, Store, list[str]]:
 def test_a_killed_benchmark_goes_on_and_failures_are_shown(benchmark: tuple[Plan, Store, list[str]]) -> None:
     plan, store, lines = benchmark
     assert [run.name for run in plan.runs] == ["convirt", "outside", "broken"]
+    packed = {run.name: run.settings["train"]["packed_text"] for run in plan.runs}
+    assert (packed["convirt"], packed["outside"]) == (True, False)  # the outside encoder may be no BERT
     assert [store.state(run) for run in plan.runs] == ["finished", "finished", "failed"]
     assert any("failed: broken" in line for line in lines)
     site = write_site(plan, store)
