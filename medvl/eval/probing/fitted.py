@@ -52,7 +52,8 @@ class FittedProbe:
             encoder: the encoder of the features.
             train, valid: features of different patients.
             policy: conversion of labels that are neither 1 nor 0.
-            penalties: candidate penalties; the one with the best mean AUROC on the validation images is taken.
+            penalties: candidate penalties; the one with the best mean AUROC on the validation images is taken, over
+                `names`, while `linear_probe` leaves out findings without labels in the test data.
 
         Raises:
             EvaluationError: no finding has positives and negatives in both sets.
