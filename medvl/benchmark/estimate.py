@@ -1,11 +1,16 @@
-"""Hours and memory of a benchmark before it is started: measured costs, else those that the doctor measures."""
+"""Hours and memory of a benchmark before it is started: measured costs, else those that the doctor measures.
+
+Evaluations take the time of finished ones: nothing short of an evaluation tells how long it takes.
+"""
 
 import contextlib
+import dataclasses
 import io
 import json
 import logging
 import multiprocessing
-from collections.abc import Callable, Mapping
+import statistics
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
@@ -16,7 +21,7 @@ from medvl.benchmark.execute import prepare_run
 from medvl.benchmark.plan import Plan
 from medvl.benchmark.run import Run
 from medvl.benchmark.settings import find_references
-from medvl.benchmark.store import COST, Cost, Store
+from medvl.benchmark.store import COST, Cost, Store, is_evaluated, read_seconds
 from medvl.common.files import write_atomic
 
 _FILE = "estimates.json"
@@ -36,24 +41,25 @@ def describe_plan(
         errors: key -> error of runs whose model cannot be built (`medvl.benchmark.check.model_errors`).
         report: called with lines of progress.
     """
-    lines, total, unknown = [], 0.0, 0
-    corpora = {run.corpus.name: run.corpus for run in plan.runs}
-    commands = {name: missing_steps(corpus) for name, corpus in corpora.items()}
-    known = _known_costs(plan, store)
+    lines, training, evaluating = [], _Total("runs"), _Total("evaluations")
+    commands = {run.corpus.name: missing_steps(run.corpus) for run in plan.runs}
+    known, evaluations = _known_costs(plan, store), _EvaluationHours(plan, store)
     for run in plan.runs:
         state = store.state(run)
         measured = run.key not in errors and not commands[run.corpus.name]
         estimate = estimate_run(run, store, known, seconds if measured else 0.0, report)
-        cost = f"wrong settings: {errors[run.key]}" if run.key in errors else _text(estimate)
-        waits = state == "to do" and store.cost(run) is None
-        if waits and "hours" in estimate:
-            total += estimate["hours"]
-        elif waits:
-            unknown += 1
-        lines.append(
-            f"{run.key}  {run.title}: {Path(run.recipe).stem} {run.preset}, {', '.join(run.tasks) or 'no tasks'}; "
-            f"{state}; {cost}"
-        )
+        parts = [f"wrong settings: {errors[run.key]}" if run.key in errors else _text(estimate)]
+        if state == "to do":
+            if store.cost(run) is None:
+                training.add(estimate.get("hours"))
+            own = _Total("of them")
+            for hours in evaluations.missing(run):
+                own.add(hours)
+                evaluating.add(hours)
+            parts.append(f"evaluations {own}")
+        tasks = ", ".join(run.tasks) or "no tasks"
+        described = [f"{run.title}: {Path(run.recipe).stem} {run.preset}, {tasks}", state, *parts]
+        lines.append(f"{run.key}  {'; '.join(described)}")
     for name, reason in plan.left_out.items():
         lines.append(f"{'':16}  {name}: left out, {reason}")
     for name, missing in commands.items():
@@ -62,10 +68,9 @@ def describe_plan(
             lines += [f"    medvl {' '.join(arguments)}" for arguments in missing]
     counts = [store.state(run) for run in plan.runs]
     states = ", ".join(f"{counts.count(state)} {state}" for state in ("finished", "failed", "to do"))
-    rest = f", and {unknown} runs without an estimate" if unknown else ""
     states += f", {len(errors)} with wrong settings" if errors else ""
-    lines.append(f"{len(counts)} runs: {states}. Training to do: {total:.2f} h one after the other{rest}; evaluations")
-    lines.append("come on top.")
+    lines.append(f"{len(counts)} runs: {states}. To do, one after the other: training {training};")
+    lines.append(f"evaluations {evaluating}, as long as those of finished runs.")
     return "\n".join(lines)
 
 
@@ -87,6 +92,45 @@ def estimate_run(
         write_atomic(path, json.dumps(kept, indent=1) + "\n")
     found: Estimate = kept.get(run.key, {})
     return found
+
+
+@dataclasses.dataclass
+class _Total:
+    """Sum of hours, and the number of those that are not known."""
+
+    what: str
+    hours: float = 0.0
+    unknown: int = 0
+
+    def add(self, hours: float | None) -> None:
+        self.hours += hours or 0.0
+        self.unknown += hours is None
+
+    def __str__(self) -> str:
+        return f"{self.hours:.2f} h" + (f" and {self.unknown} {self.what} without an estimate" if self.unknown else "")
+
+
+class _EvaluationHours:
+    """Hours of the evaluations of a plan, as finished ones of the same task and corpus took.
+
+    Those of the same system count where there are some, else the median of all systems.
+    """
+
+    def __init__(self, plan: Plan, store: Store) -> None:
+        self._store = store
+        self._finished: dict[tuple[str, str], list[tuple[str, float]]] = {}
+        for run in plan.runs:
+            for _, task, folder in store.evaluations(run):
+                if (seconds := read_seconds(folder)) is not None:
+                    self._finished.setdefault((run.corpus.name, task), []).append((run.name, seconds / 3600))
+
+    def missing(self, run: Run) -> Iterator[float | None]:
+        """Yield the hours of each evaluation of a run that is to do; None where none like it has finished."""
+        for _, task, folder in self._store.evaluations(run):
+            if not is_evaluated(folder):
+                found = self._finished.get((run.corpus.name, task), [])
+                same = [hours for name, hours in found if name == run.name]
+                yield statistics.median(same or [hours for _, hours in found]) if found else None
 
 
 def _known_costs(plan: Plan, store: Store) -> dict[tuple[Any, ...], Estimate]:

@@ -175,6 +175,12 @@ def read_evaluation(folder: Path) -> Results | Refusal | None:
         raise EvaluationError(message, error.code, field="out") from None
 
 
+def read_seconds(folder: Path) -> float | None:
+    """Return the seconds that an evaluation took; None where it has no results."""
+    path = folder / SECONDS
+    return float(path.read_text(encoding="utf-8")) if path.is_file() else None
+
+
 def read_records(run_dir: Path) -> list[dict[str, Any]]:
     """Return the records of a training; none where it has not begun. A last line that was cut off is left out."""
     path = run_dir / "metrics.jsonl"

@@ -61,8 +61,9 @@ def benchmark(
             run alone, as SLURM job arrays do.
         changes: values that override those of the file.
         out: folder of data, runs, results.jsonl and the pages.
-        dry_run: list the runs with hours and memory, which are measured on the corpora that exist, and with the errors
-            of models that cannot be built; the exit status is 1 if there is one.
+        dry_run: list the runs with hours and memory, which are measured on the corpora that exist, the hours of their
+            evaluations where others of the same task have finished, and the errors of models that cannot be built;
+            the exit status is 1 if there is one.
         seconds: seconds of each measurement of --dry-run; 0 lists only what earlier runs have measured.
         engine: processes of this machine, a cluster of Ray, or scripts for SLURM.
         jobs: processes of this machine at a time; 0 executes all runs in this process.

@@ -25,7 +25,7 @@ from medvl.benchmark import (
 )
 from medvl.benchmark.config import EvaluationConfig
 from medvl.benchmark.corpora import make_corpus
-from medvl.benchmark.estimate import describe_plan, estimate_run
+from medvl.benchmark.estimate import _EvaluationHours, describe_plan, estimate_run
 from medvl.benchmark.execute import prepare_run
 from medvl.benchmark.pages.rows import measure_systems
 from medvl.benchmark.pages.tables import measured_cell
@@ -193,8 +193,8 @@ def test_the_dry_run_lists_states_hours_and_memory(benchmark: tuple[Plan, Store,
     assert "seed 0: convirt_mimic tiny" in first
     assert "; finished; 0.00 h, " in first
     assert first.endswith("GiB (measured)")
-    assert second.endswith("GiB (from another run)")
-    assert "2 runs: 1 finished, 0 failed, 1 to do" in text
+    assert "GiB (from another run); evaluations 0.00 h" in second
+    assert "2 runs: 1 finished, 0 failed, 1 to do. To do, one after the other: training 0.00 h;\nevaluations" in text
     assert not store.folder(more.runs[1]).exists()
 
 
@@ -257,6 +257,30 @@ def test_a_share_below_a_batch_is_trained_in_batches_of_all_its_pairs(file: Path
     store.folder(run).mkdir(parents=True)
     execute._save_start(run, store)
     assert (store.folder(run) / "start-weights/model.safetensors").is_file()
+
+
+def test_evaluations_are_estimated_from_finished_ones(file: Path, tmp_path: Path) -> None:
+    """Of the same system where there are some, else of the others; a task that none has finished is not known."""
+    changes = {"seeds": [0, 1], "systems": ["convirt", "clip"], "tasks": ["zero-shot", "retrieval"]}
+    plan, store = plan_runs(read_benchmark(file, changes), tmp_path), Store(tmp_path)
+    runs = {(run.name, run.seed): run for run in plan.runs}
+    for name, task, hours in (("convirt", "zero-shot", 1), ("convirt", "retrieval", 3), ("clip", "zero-shot", 2)):
+        folder = store.evaluation(runs[name, 0], "trained", task)
+        folder.mkdir(parents=True)
+        (folder / "results.json").touch()
+        (folder / "seconds.json").write_text(f"{3600 * hours}\n")
+    found = _EvaluationHours(plan, store)
+    assert {key: list(found.missing(run)) for key, run in runs.items()} == {
+        ("convirt", 0): [],
+        ("convirt", 1): [1.0, 3.0],
+        ("clip", 0): [3.0],
+        ("clip", 1): [2.0, 3.0],
+    }
+    text = describe_plan(plan, store, 0.0, errors={})
+    assert "training 0.00 h and 4 runs without an estimate;\nevaluations 12.00 h, as long" in text
+    (store.evaluation(runs["convirt", 0], "trained", "retrieval") / "seconds.json").unlink()
+    text = describe_plan(plan, store, 0.0, errors={})
+    assert "evaluations 3.00 h and 4 evaluations without an estimate" in text
 
 
 def test_a_share_below_a_batch_of_studies(file: Path, tmp_path: Path) -> None:

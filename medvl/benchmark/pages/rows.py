@@ -10,7 +10,7 @@ from medvl.benchmark.plan import Plan
 from medvl.benchmark.ranks import Measured
 from medvl.benchmark.resamples import read_resamples
 from medvl.benchmark.run import Run
-from medvl.benchmark.store import COST, SECONDS, Cost, Refusal, Store, Weights, read_evaluation
+from medvl.benchmark.store import COST, Cost, Refusal, Store, Weights, read_evaluation, read_seconds
 from medvl.benchmark.tasks import columns_of
 from medvl.eval import MetricRow, Results
 
@@ -118,7 +118,7 @@ def _row(runs: Sequence[Run], weights: Weights, store: Store, columns: Mapping[s
                 else:
                     refused[task] = one.reason
         done = [(folder, one) for folder, one in zip(folders, found, strict=True) if isinstance(one, Results)]
-        seconds += sum(_seconds(folder) for folder, _ in done)
+        seconds += sum(read_seconds(folder) or 0.0 for folder, _ in done)
         for column in columns[task]:
             measured = _measured(done, column)
             if measured is not None:
@@ -183,8 +183,3 @@ def _failures(plan: Plan, store: Store) -> list[Failure]:
                 part = task if weights == "trained" else f"{task}, before training"
                 found.append(Failure(title=run.title, part=part, reason=refusal.reason, log=log))
     return found
-
-
-def _seconds(folder: Path) -> float:
-    path = folder / SECONDS
-    return float(path.read_text(encoding="utf-8")) if path.is_file() else 0.0
