@@ -245,9 +245,9 @@ def reset_peak(device: torch.device) -> None:
 
 
 def release(device: torch.device) -> None:
-    """Free what is not used, so that another contender finds unfragmented memory."""
-    gc.collect()
+    """Free what is not used on a GPU, so that another contender finds unfragmented memory."""
     if device.type == "cuda":
+        gc.collect()
         torch.cuda.empty_cache()
 
 

@@ -163,13 +163,13 @@ def test_run_killed_by_the_system_resumes(tmp_path: Path, deid: Deidentifier) ->
     folder = tmp_path / "images"
     folder.mkdir()
     rows = []
-    for number in range(300):
+    for number in range(100):
         (folder / f"{number}.png").write_bytes(encode_png(textured(number, 600, 500)))
         rows.append({"image": f"images/{number}.png", "patient": f"p{number}", "text": f"Image {number}."})
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     command = [sys.executable, "-m", "medvl", "shards", "table", "--table", str(tmp_path / "rows.jsonl"),
                "--image-column", "image", "--patient-column", "patient", "--text-column", "text", "--workers", "2",
-               "--samples-per-shard", "20"]  # fmt: skip
+               "--samples-per-shard", "7"]  # fmt: skip
     forked.run([*command, "--out", str(tmp_path / "whole")]).check_returncode()
     out = tmp_path / "out"
     process = forked.start([*command, "--out", str(out)], cwd=tmp_path, new_session=True)
