@@ -13,6 +13,7 @@ from helpers.forked_recipes import run_recipe
 
 import medvl.train
 import medvl.train.run
+from medvl.encoders.pretrained import hub_address
 from medvl.errors import ConfigError
 
 RECIPES = sorted((Path(__file__).parents[1] / "recipes").glob("*.py"))
@@ -81,7 +82,7 @@ def test_paper_has_a_tokenizer(recipe: Path) -> None:
     if not hasattr(paper.data, "tokenizer"):
         return
     weights = getattr(getattr(paper, "model", None), "text_weights", None)
-    sources = [paper.data.tokenizer, getattr(paper, "pretrained", False), weights, paper.init_from]
+    sources = [paper.data.tokenizer, getattr(paper, "pretrained", False), hub_address(weights), paper.init_from]
     named = re.search(rf"recipes/{recipe.name} [^\n]*--init-from|--model.text-weights", text)
     assert any(sources) or named
 

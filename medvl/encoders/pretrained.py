@@ -104,6 +104,12 @@ def read_url(url: str) -> dict[str, Tensor]:
     return tensors
 
 
+def hub_address(source: Pretrained | None) -> tuple[str, str] | None:
+    """Return (repository, commit) of weights on the hub; None for all other sources."""
+    match = None if source is None or Path(str(source)).exists() else _HUB.fullmatch(str(source))
+    return None if match is None else (match["hub_id"], match["revision"])
+
+
 def locate_weights(name: str, pretrained: Pretrained, published: Weights | None, note: str = "") -> Path:
     """Return the local weights file that `pretrained` selects for encoder `name`, downloaded from the hub if needed.
 

@@ -10,6 +10,7 @@ from medvl.common.config_io import from_dict
 from medvl.data.tokenizer.files import has_tokenizer
 from medvl.data.tokenizer.tokenizer import Tokenizer, load_tokenizer
 from medvl.encoders.presets import TEXT_PRESETS
+from medvl.encoders.pretrained import hub_address
 from medvl.encoders.text.builders import uses_canonical_text, uses_clip_tokenizer
 from medvl.encoders.text.factory import without_folder
 from medvl.errors import ConfigError
@@ -36,8 +37,9 @@ def create_model(
         pretrained: True starts both encoders from their presets' published weights (hub, pinned revision); None and
             False initialise at random from torch's generator and never use the network. An encoder whose weights are
             named by `image_weights` or `text_weights` starts from those in either case.
-        tokenizer: the tokenizer or its folder. Default: that of `init_from` or of the folder `text_weights`; with
-            `pretrained`, the text encoder's own from the hub; else none, and the model takes token ids only.
+        tokenizer: the tokenizer or its folder. Default: that of `init_from`, or of the folder or hub repository
+            `text_weights`; with `pretrained`, the text encoder's own from the hub; else none, and the model takes token
+            ids only.
         init_from: checkpoint to start from: all weights of the same system, which replace `pretrained`, or the image
             and text encoder of another system.
         settings: fields of the system's configuration that differ from the published ones; weights of your own are
@@ -95,16 +97,25 @@ def _without_folder(model: System) -> System:
 def _open_tokenizer(
     tokenizer: Tokenizer | Path | str | None, folder: Path | None, config: Any, pretrained: bool
 ) -> Tokenizer | None:
-    """Return the given tokenizer, or the one of `folder`, or with `pretrained` the one of the text encoder."""
+    """Return the given tokenizer, or the one of `folder`, or that of the published weights of the text encoder."""
     if tokenizer is None and folder is not None and has_tokenizer(folder):
         tokenizer = folder
-    if tokenizer is None and pretrained:
-        return preset_tokenizer(getattr(config, "text_encoder", ""), config.max_tokens)
+    if tokenizer is None:
+        return _published_tokenizer(config, pretrained)
     if isinstance(tokenizer, str | Path):
         family, _, model = getattr(config, "text_encoder", "").partition(":")
         canonical = family == "open_clip" and uses_canonical_text(model)
         return load_tokenizer(tokenizer, max_tokens=config.max_tokens, cleaning="canonical" if canonical else None)
     return tokenizer
+
+
+def _published_tokenizer(config: Any, pretrained: bool) -> Tokenizer | None:
+    """Return the tokenizer of the hub repository that `text_weights` names, or with `pretrained` the text encoder's."""
+    name, address = getattr(config, "text_encoder", ""), hub_address(getattr(config, "text_weights", None))
+    if address is not None and (name in TEXT_PRESETS or name.startswith("hf:")):
+        hub_id, revision = address
+        return load_tokenizer(hub_id, revision=revision, max_tokens=config.max_tokens)
+    return preset_tokenizer(name, config.max_tokens) if pretrained or address is not None else None
 
 
 def _compare_vocabularies(tokenizer: Tokenizer, folder: Path) -> None:
