@@ -112,6 +112,8 @@ class Inputs:
     """The patient's previous image, from sources that have the order of a patient's studies (`Sample.order`)."""
     other_view: bool = False
     """Another image of the same study. The loader then yields each study once (`medvl.data.loading.studies`)."""
+    drawn_view: bool = False
+    """The same as an augmentation: in training, image and other image are two of the study, drawn in each epoch."""
     labels: bool = False
     """Labels: sources without them are refused."""
     regions: bool = False
@@ -122,6 +124,11 @@ class Inputs:
     """Finder of a knowledge graph's entities in texts (`medvl.data.EntityFinder`); None: the system needs none."""
     max_entities: int = 24
     """Maximum number of entities of a text; the first ones are kept."""
+
+    @property
+    def by_study(self) -> bool:
+        """Whether a row of a batch is a study, with two of its images."""
+        return self.other_view or self.drawn_view
 
 
 @dataclasses.dataclass(kw_only=True, slots=True)
@@ -197,7 +204,7 @@ class Batch:
     has_prior_B: Tensor | None = None
     """bool: False where a sample has no previous image and its pixels are a placeholder."""
     other_view_BCHW: Tensor | None = None
-    """uint8: another image of the same study (`Inputs.other_view`)."""
+    """uint8: another image of the same study (`Inputs.other_view` or `Inputs.drawn_view`)."""
     has_other_view_B: Tensor | None = None
     """bool: False where a study has one image only and these pixels are a placeholder."""
     augmentation_BVK: Tensor | None = None

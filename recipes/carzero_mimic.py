@@ -67,6 +67,7 @@ tiny = quickstart.zero_shot_recipe(
         text_encoder="tiny_bert",
         image_size=112,
         fit="squash",
+        margin=0,
         pixel_mean=None,
         pixel_std=None,
         attention_dropout=0.0,

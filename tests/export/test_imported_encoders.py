@@ -100,6 +100,7 @@ def test_swin_import_equals_transformers(tmp_path: Path) -> None:
     file |= random_tensors({f"{name}.bias": size[:1] for name, size in heads.items()})
     model = imported({**file, "logit_scale": torch.tensor(2.5)}, "cxrclip", tmp_path)
     encoder = model.image_encoder
+    assert {*encoder.mean, *encoder.std} == {0.5}
     pixels = torch.randn(1, 3, 224, 224, generator=torch.Generator().manual_seed(5))
     with torch.no_grad():
         expected = swin(pixels).last_hidden_state

@@ -15,7 +15,7 @@ import medvl
 from medvl.cli.eval.probe import EncoderOptions, _open_encoder
 from medvl.encoders import create_image_encoder, create_text_encoder
 from medvl.errors import ConfigError, WeightsError
-from medvl.models import VQA, Detector, create_classifier, create_dense, load, save
+from medvl.models import VQA, Detector, create_classifier, create_dense, factory, load, save
 from medvl.models.base import TwoTowers
 from medvl.train.recipe_cli import choose
 
@@ -165,3 +165,20 @@ def test_the_real_mobilenets_start_a_convirt() -> None:
             f"timm:mobilenetv2_{name}", ["Edema"], image_weights=str(path), image_arguments=arguments
         )
         assert torch.equal(classifier.image_encoder.backbone.conv_stem.weight, stored)
+
+
+def test_text_weights_on_the_hub_bring_their_tokenizer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also without `pretrained`, as in MedKLIP's recipe, whose image encoder starts at random."""
+    asked: list[Any] = []
+
+    def fetched(source: str, **options: Any) -> Any:
+        asked.append((source, options["revision"]))
+        return tiny_tokenizer()
+
+    monkeypatch.setattr(factory, "load_tokenizer", fetched)
+    monkeypatch.setattr(TwoTowers, "load_encoders", lambda *_: None)
+    settings = {**DUAL, "text_arguments": {"num_hidden_layers": 1}, "frozen_text_layers": 0}
+    commit = "d5892b39a4adaed74b92212a44081509db72f87b"
+    model = medvl.create_model("convirt", **settings, text_weights=f"emilyalsentzer/Bio_ClinicalBERT@{commit}")
+    assert asked == [("emilyalsentzer/Bio_ClinicalBERT", commit)]
+    assert model.tokenizer is not None

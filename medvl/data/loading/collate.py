@@ -337,7 +337,7 @@ class Collate:
         if self.inputs.prior_image:
             priors = [item.prior_image_HWC for item in items]
             batch.prior_BCHW, batch.has_prior_B = stack_some(priors, items[0].image_HWC)
-        if self.inputs.other_view:
+        if self.inputs.by_study:
             others = [item.other_view_HWC for item in items]
             batch.other_view_BCHW, batch.has_other_view_B = stack_some(others, items[0].image_HWC)
 

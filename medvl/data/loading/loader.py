@@ -16,7 +16,16 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from medvl.common.ranks import check_ranks
-from medvl.data.loading.collate import Collate, Item, ItemMaker, TargetMaker, Tokenize, Views, init_worker
+from medvl.data.loading.collate import (
+    Collate,
+    Item,
+    ItemMaker,
+    TargetMaker,
+    Tokenize,
+    Views,
+    init_worker,
+    sample_rng,
+)
 from medvl.data.loading.concat import ConcatSource
 from medvl.data.loading.priors import NO_PRIOR, prior_positions
 from medvl.data.loading.sampler import BatchSampler, EvalSampler, MixedSampler, TrainSampler
@@ -34,7 +43,8 @@ from medvl.schema import Batch, Inputs, Sample
 class SampleDataset(Dataset[Item | SkippedSample]):
     """Items of a source, indexed by (epoch, position); runs in the loader's workers.
 
-    With `keep_imageless`, samples without an image get placeholder pixels; otherwise they are skipped.
+    With `keep_imageless`, samples without an image get placeholder pixels; otherwise they are skipped. With
+    `draws_views`, the two images of a study are drawn anew in each epoch.
     """
 
     def __init__(
@@ -44,9 +54,10 @@ class SampleDataset(Dataset[Item | SkippedSample]):
         color: bool,
         image_keys: Sequence[str] | None,
         keep_imageless: bool = True,
+        draws_views: bool = False,
     ) -> None:
         self.source, self.maker, self.color, self.image_keys = source, maker, color, image_keys
-        self.keep_imageless = keep_imageless
+        self.keep_imageless, self._draws_views = keep_imageless, draws_views
         self._prior_N = prior_positions(source) if maker.inputs.prior_image else None
         if self._prior_N is not None and (self._prior_N == NO_PRIOR).all():
             message = "no sample has a prior image: convert a corpus that has the order of a patient's studies"
@@ -115,13 +126,19 @@ class SampleDataset(Dataset[Item | SkippedSample]):
         return image
 
     def _views(self, epoch: int, position: int, key: str, sample: Sample) -> Views:
-        pixels = self._pixels(position)
+        pixels, other = self._pixels_of_study(epoch, position, key)
         if pixels is None:
             return self.maker.placeholder(self.color)
         prior = NO_PRIOR if self._prior_N is None else int(self._prior_N[position])
         prior_pixels = None if prior == NO_PRIOR else self._pixels(prior)
-        other = self.source.other_pixels(position, self.color) if isinstance(self.source, StudySource) else None
         return self.maker.views(key, pixels, epoch, prior_pixels, sample, other)
+
+    def _pixels_of_study(self, epoch: int, position: int, key: str) -> tuple[np.ndarray | None, np.ndarray | None]:
+        """Return the decoded image, and another one of its study where the system needs one."""
+        if not isinstance(self.source, StudySource):
+            return self._pixels(position), None
+        rng = sample_rng(self.maker.seed, epoch, key, "views") if self._draws_views else None
+        return self.source.two_images(position, self.color, rng)
 
     def _region_views(self, position: int) -> Views:
         """Return the regions of the image; its pixels are not decoded."""
@@ -294,7 +311,8 @@ def open_loader(
         together: in training, up to this many samples of one image follow one another and share the augmented image.
         timeout: seconds without a batch after which a worker is considered hung.
         inputs: optional parts of the batches, `System.inputs`; None: no optional parts. With `regions`, pixels are not
-            decoded: `image` is not applied, and `Batch.image_BCHW` has no pixels. With `other_view`, a row is a study.
+            decoded: `image` is not applied, and `Batch.image_BCHW` has no pixels. With `other_view` or `drawn_view`, a
+            row is a study.
         targets: makes training targets in the workers, for example `DenseTargets`.
         keep_imageless: keep samples without an image, else count them as `no_image`. None: keep them in training only.
 
@@ -304,7 +322,7 @@ def open_loader(
         BudgetError, ShardError, LoaderError, StorageError: while iterating, when too many samples, or all of a batch,
             are unreadable, a worker process died or hangs, or a remote store fails for good.
     """
-    source = _by_study(source) if inputs is not None and inputs.other_view else source
+    source = _by_study(source) if inputs is not None and inputs.by_study else source
     image_keys: Sequence[str] | None = getattr(source, "image_keys", None)
     rank, world = check_ranks(rank, world, train=train)
     check_settings(len(source), batch, train, world, workers)
@@ -313,7 +331,14 @@ def open_loader(
     shared = None if train and together == 1 else image_keys
     _check_inputs(inputs or Inputs(), source, shared)
     maker = ItemMaker(image, text, source.label_names, seed, inputs, targets)
-    samples = SampleDataset(source, maker, color, shared, train if keep_imageless is None else keep_imageless)
+    samples = SampleDataset(
+        source,
+        maker,
+        color,
+        shared,
+        train if keep_imageless is None else keep_imageless,
+        draws_views=train and maker.inputs.drawn_view,
+    )
     collate = Collate(tokenizer, maker.inputs, maker.targets)
     return Loader(source, sampler, samples, collate, workers=workers, max_skipped=max_skipped, timeout=timeout)
 
@@ -340,7 +365,7 @@ def _check_together(together: int, image_keys: Sequence[str] | None) -> None:
 def _by_study(source: Source) -> StudySource:
     weights = getattr(source, "weights", None)
     if weights is not None or getattr(source, "image_keys", None) is not None:
-        message = "other_view reads each study once: leave weights out, and take a source with one row for each image"
+        message = "studies are read once each: leave weights out, and take a source with one row for each image"
         raise ConfigError(message, "conflict", field="other_view")
     return StudySource(source)
 

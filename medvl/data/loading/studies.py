@@ -8,7 +8,6 @@ from medvl.data.loading.sources import Source
 from medvl.data.loading.subset import Subset
 from medvl.errors import ImageError
 
-_NONE = -1
 _LATERAL = ("LATERAL", "LL", "RL")
 
 
@@ -27,25 +26,35 @@ class StudySource(Subset):
             lateral = sample.view is not None and sample.view.upper().startswith(_LATERAL)
             order = (number if isinstance(number, int) else 0, lateral, position)
             studies[sample.patient, sample.study].append(order)
-        pairs = sorted(_first_and_other(sorted(images)) for images in studies.values())
-        super().__init__(source, [first for first, _ in pairs])
-        self._others = np.array([other for _, other in pairs], np.int64)
+        ordered = sorted(_first_and_others(sorted(images)) for images in studies.values())
+        super().__init__(source, [first for first, *_ in ordered])
+        self._images = np.array([place for images in ordered for place in images], np.int64)
+        self._ends = np.cumsum([len(images) for images in ordered])
 
-    def other_pixels(self, position: int, color: bool = False) -> np.ndarray | None:
-        """Return the decoded other image of a study, None where it has one image. Raises ImageError or ShardError."""
-        other = int(self._others[position])
-        if other == _NONE:
-            return None
+    def two_images(
+        self, position: int, color: bool = False, rng: np.random.Generator | None = None
+    ) -> tuple[np.ndarray | None, np.ndarray | None]:
+        """Return the decoded pixels of two images of a study: the first and the other one, or with `rng` any two.
+
+        An image is None where the study or the sample has none. Raises ImageError or ShardError.
+        """
+        images = self._images[self._ends[position - 1] if position else 0 : self._ends[position]]
+        if rng is not None:
+            images = rng.permutation(images)
+        first, other, *_ = [*(self._pixels(int(place), color) for place in images[:2]), None]
+        return (other, None) if first is None else (first, other)
+
+    def _pixels(self, place: int, color: bool) -> np.ndarray | None:
         try:
-            return self.source.pixels(other, color)
+            return self.source.pixels(place, color)
         except ImageError as error:
             if error.code != "no_image":
                 raise
             return None
 
 
-def _first_and_other(images: list[tuple[int, bool, int]]) -> tuple[int, int]:
+def _first_and_others(images: list[tuple[int, bool, int]]) -> list[int]:
+    """Return the positions of a study's images, the other one second."""
     (_, lateral, first), *others = images
-    if not others:
-        return first, _NONE
-    return first, next((place for _, side, place in others if side != lateral), others[0][2])
+    others.sort(key=lambda image: image[1] == lateral)
+    return [first, *(place for *_, place in others)]

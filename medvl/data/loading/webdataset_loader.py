@@ -237,7 +237,7 @@ def open_webdataset_loader(
     """
     rank, world = check_ranks(rank, world, train=True)
     found, wanted = expand_tars(tars), inputs or Inputs()
-    for field in ("prior_image", "other_view", "regions", "labels"):
+    for field in ("prior_image", "other_view", "drawn_view", "regions", "labels"):
         if getattr(wanted, field):
             message = f"the system needs {field}, which webdataset tars do not have; convert a corpus to shards"
             raise ConfigError(message, "unsupported", field=field)

@@ -70,7 +70,7 @@ class Statements:
         if self.file is not None:
             return {"statements": "\n\n".join(read_statements(self.file).get(sample.study, ()))}
         if self.source == "labels":
-            return {"statements": "\n\n".join(label_statements(sample.labels))}
+            return {"statements": _joined(sample.labels)}
         text = "\n\n".join(choose_sections(sample.sections, self.sections))
         found = statements_of(text) if self.source == "labeler" else split_sentences(text)
         return {"statements": "\n\n".join(dict.fromkeys(found))}
@@ -136,19 +136,33 @@ class TextOrLabels:
 
     text: RandomSentence | WholeText | RandomSection | SectionOrStatement
     """Policy for reports; it is applied to the labels' statements as well."""
+    most_absent: int | None = None
+    """Maximum number of statements of absence of a sample; if there are more, this many are drawn. Texts of images that
+    have a label for every finding (ChestX-ray14) are nearly equal otherwise. None: all of them."""
+
+    def __post_init__(self) -> None:
+        if self.most_absent is not None:
+            check_within(self, "[0, inf)", "most_absent")
 
     def of_sample(self, sample: Sample) -> Mapping[str, str]:
         """See `SamplePolicy`."""
         names = self.text.sections if isinstance(self.text, RandomSentence | WholeText) else ()
         if choose_sections(sample.sections, names):
             return sample.sections
-        return {"labels": "\n\n".join(label_statements(sample.labels))}
+        absent = {name: value for name, value in sample.labels.items() if value == 0}
+        others = {name: value for name, value in sample.labels.items() if value != 0}
+        return {"labels": _joined(others), "absent labels": _joined(absent)}
 
     def __call__(self, sections: Mapping[str, str], rng: np.random.Generator) -> str:
-        if set(sections) != {"labels"}:
+        if set(sections) != {"labels", "absent labels"}:
             return self.text(sections, rng)
-        found = [text for text in sections["labels"].split("\n\n") if text]
-        return self.text({"labels": " ".join(rng.permutation(found).tolist())}, rng)
+        stated, absent = ([text for text in sections[name].split("\n\n") if text] for name in sections)
+        absent = rng.permutation(absent)[: self.most_absent].tolist()
+        return self.text({"labels": " ".join(rng.permutation([*stated, *absent]).tolist())}, rng)
+
+
+def _joined(labels: Mapping[str, int]) -> str:
+    return "\n\n".join(label_statements(labels))
 
 
 def label_statements(labels: Mapping[str, int]) -> list[str]:

@@ -245,7 +245,7 @@ IMPORTERS = (
             keep("logit_scale", "logit_scale", change="scalar"),
         ),
         system=_cxrclip,
-        note="The pixel statistics are ImageNet's, the encoder's default; those of this system are not known.",
+        note="Pixels are normalised as published: by ImageNet's statistics for a ResNet, by 0.5 and 0.5 for a Swin.",
     ),
     Importer(
         name="lovt",

@@ -22,12 +22,15 @@ _CHUNK_BYTES = 2**29
 """Memory of the scores of one chunk of columns."""
 
 
-def statement_contrast(logits_NM: Tensor, positive_NM: Tensor) -> tuple[Tensor, Tensor]:
+def statement_contrast(logits_NM: Tensor, positive_NM: Tensor, *, equal_rows: bool = False) -> tuple[Tensor, Tensor]:
     """Return (statement to image, image to statement), scalars: the mean over positive pairs of a contrast each.
 
     A positive pair (i, m) is compared with the negatives of its column (statement to image) or of its row (image to
     statement); other positives are left out of the denominator (MP-NCE of UniCLIP, arXiv 2209.13430, as RadZero uses
     it). With one positive in each column, the first is the cross-entropy over images. Without a positive, both are 0.
+
+    With `equal_rows` each column (statement to image) or row counts as one, as the mean over its positive pairs. Where
+    k images each have the same statement in a column of its own, the mean over pairs counts it k * k times.
 
     Raises ValueError on unequal shapes.
     """
@@ -36,11 +39,14 @@ def statement_contrast(logits_NM: Tensor, positive_NM: Tensor) -> tuple[Tensor, 
     logits_NM, positive_NM = logits_NM.float(), positive_NM.bool()
     # Not minus infinity: a column without negatives has no gradient, and no NaN.
     negative_NM = logits_NM.masked_fill(positive_NM, torch.finfo(torch.float32).min)
-    count = positive_NM.sum().clamp(min=1)
 
     def direction(dim: int) -> Tensor:
         others = negative_NM.logsumexp(dim=dim, keepdim=True) if negative_NM.shape[dim] else logits_NM.new_zeros(1)
-        return (F.softplus(others - logits_NM) * positive_NM).sum() / count
+        pair_NM = F.softplus(others - logits_NM) * positive_NM
+        if not equal_rows:
+            return pair_NM.sum() / positive_NM.sum().clamp(min=1)
+        count = positive_NM.sum(dim=dim, keepdim=True)
+        return (pair_NM / count.clamp(min=1)).sum() / (count > 0).sum().clamp(min=1)
 
     return direction(0), direction(1)
 

@@ -26,12 +26,13 @@ class CARZeroConfig(QueryDecoderConfig, LocalDualConfig):
 
     The published text encoder is BioBERT, trained further on reports, and the image encoder is a ViT-B/16 of a masked
     record model (`image_weights` takes a file). The released code attends to [SEP] and to padding, which moves scores
-    by a tenth to a third of their spread.
+    by a tenth to a third of their spread, and lower-cases texts and removes their punctuation.
     """
 
     image_encoder: str = "vit_b16"
     text_encoder: str = "biobert"
     fit: Any = "pad"
+    margin: int = 16
     pixel_mean: float | None = 0.4978
     pixel_std: float | None = 0.2449
     projection_dim: int = 768
@@ -52,7 +53,8 @@ class CARZero(LocalDualEncoder):
     """A decoder reads the regions of an image for a statement, and the words of a statement for an image (section 3).
 
     Both directions have a score, without a temperature; each is compared over images and over statements, and the loss
-    is the sum over directions of the mean of both. Equal statements are positives of all their images.
+    is the sum over directions of the mean of both. Equal statements are positives of all their images: a row then
+    counts as the mean over its positives.
     """
 
     Config = CARZeroConfig
@@ -99,7 +101,7 @@ class CARZero(LocalDualEncoder):
         terms = {}
         for name, side, other in (("image", pairs.images, every.texts), ("text", pairs.texts, every.images)):
             scores_NN = gather(self.score_pairs(side, other.global_NE))
-            terms[f"{name}_memory"] = torch.stack(statement_contrast(scores_NN, positive_NN)).mean()
+            terms[f"{name}_memory"] = torch.stack(statement_contrast(scores_NN, positive_NN, equal_rows=True)).mean()
         return Losses.sum(**terms)
 
     def attend(self, regions_BPE: Tensor, words_BWE: Tensor, mask_BW: Tensor) -> Tensor:

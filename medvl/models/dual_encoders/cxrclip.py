@@ -26,8 +26,8 @@ class CXRCLIPConfig(BertDualConfig, ScaleConfig):
     image_pool: Literal["encoder", "first"] = "encoder"
     """An image's vector: the encoder's own, or its first patch, as the released code does it with Swin."""
     views: Literal["study", "augmented"] = "study"
-    """The second view: another image of the study if it has one, and else the same image augmented again; or always the
-    latter. With "study", the loader yields a study once, not once for each of its images."""
+    """The two views: two images of the study, drawn in each epoch, or of a study with one image the same one augmented
+    again; or always the latter. With "study", the loader yields a study once, not once for each of its images."""
     max_scale: float | None = None
     image_weight: float = 1.0
     """Weight of the contrast of the two views."""
@@ -56,12 +56,14 @@ class CXRCLIP(LearnedScale, BertDualEncoder):
 
     def __init__(self, config: CXRCLIPConfig, *args: Any, **kwargs: Any) -> None:
         super().__init__(config, *args, **kwargs)
-        self.inputs = Inputs(second_image=True, second_text=True, other_view=config.views == "study")
+        self.inputs = Inputs(second_image=True, second_text=True, drawn_view=config.views == "study")
 
     @classmethod
     def encoder_arguments(cls, config: CXRCLIPConfig) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
-        """See the base class. A text's vector is its last token, [SEP]."""
-        return {}, {"pool": "eos"}
+        """See the base class. A text's vector is its last token, [SEP]; pixels of a Swin have a mean and deviation of
+        0.5, as published."""
+        pixels = {"mean": 0.5, "std": 0.5} if "swin" in config.image_encoder else {}
+        return pixels, {"pool": "eos"}
 
     @classmethod
     def make_heads(

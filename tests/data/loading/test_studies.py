@@ -2,6 +2,7 @@
 
 import dataclasses
 import hashlib
+import itertools
 from typing import Any
 
 import numpy as np
@@ -61,8 +62,9 @@ class Images:
 def pairs(source: StudySource) -> set[tuple[int, int | None]]:
     values = []
     for position in range(len(source)):
-        other = source.other_pixels(position)
-        values.append((int(source.pixels(position)[0, 0]), None if other is None else int(other[0, 0])))
+        first, other = source.two_images(position)
+        assert np.array_equal(first, source.pixels(position))
+        values.append((int(first[0, 0]), None if other is None else int(other[0, 0])))
     assert len(set(values)) == len(values)
     return set(values)
 
@@ -97,6 +99,26 @@ def test_batches_hold_studies_and_their_other_views(workers: int) -> None:
     (plain,) = list(open_it(inputs=None, batch=12))
     assert plain.other_view_BCHW is None
     assert len(plain) == 11
+
+
+def test_drawn_views_are_all_images_of_a_study_in_training_alone() -> None:
+    """Two different ones in each epoch, the same on every start; a study with one image has no other."""
+    loader = open_it(train=True, inputs=Inputs(drawn_view=True), seed=1)
+    epochs = [batch for _ in range(40) for batch in loader]
+    found = {study: set() for study in "abcdef"}
+    for batch in epochs:
+        first_B, other_B = batch.image_BCHW[:, 0, 0, 0], batch.other_view_BCHW[:, 0, 0, 0]
+        for row, study in enumerate(batch.studies):
+            found[study].add((int(first_B[row]), int(other_B[row]) if batch.has_other_view_B[row] else None))
+    assert found["b"] == {(20, None)}
+    assert found["a"] == {(10, 30), (30, 10)}
+    assert found["d"] == set(itertools.permutations((60, 70, 80), 2))
+    assert found["f"] == {(110, None)}  # its other sample has no image
+    again = next(iter(open_it(train=True, inputs=Inputs(drawn_view=True), seed=1)))
+    assert torch.equal(again.other_view_BCHW, epochs[0].other_view_BCHW)
+    (fixed,) = list(open_it(inputs=Inputs(drawn_view=True)))
+    (both,) = list(open_it())
+    assert torch.equal(fixed.other_view_BCHW, both.other_view_BCHW)
 
 
 def test_other_views_are_flipped_with_their_text() -> None:

@@ -12,6 +12,7 @@ from helpers.errors import raises
 
 from medvl.data import SectionOrStatement, Statements, TextOrLabels, WholeText, swap_laterality, train_wordpiece
 from medvl.data.loading.collate import Collate, ItemMaker
+from medvl.data.reports.sentences import split_sentences
 from medvl.data.reports.statements import read_statements, statement, statements_of
 from medvl.data.transforms.image import ConVIRTAugmentation, EvalTransform
 from medvl.errors import ConfigError
@@ -103,6 +104,24 @@ def test_labels_become_sentences_where_there_is_no_report() -> None:
     assert policy(policy.of_sample(sample(labels={"Edema": 1})), rng()) == REPORT
     text = policy(policy.of_sample(sample(report="", labels={"Edema": 1, "Fracture": -1})), rng())
     assert text in ("There is edema. There is possible fracture.", "There is possible fracture. There is edema.")
+
+
+def test_absent_labels_are_drawn() -> None:
+    """CXR-CLIP draws three of ChestX-ray14's; present and uncertain ones are all kept."""
+    labels = {"Mass": 1, "Nodule": -1, **dict.fromkeys(("Edema", "Fracture", "Hernia", "Pneumonia", "Fibrosis"), 0)}
+    policy, generator = TextOrLabels(text=WholeText(), most_absent=3), rng()
+    texts = [policy(policy.of_sample(sample(report="", labels=labels)), generator) for _ in range(60)]
+    for text in texts:
+        assert {"There is mass.", "There is possible nodule."} <= set(split_sentences(text))
+        assert text.count("There is no ") == 3
+    assert {name for name, value in labels.items() if value == 0 and any(name.lower() in text for text in texts)} == {
+        "Edema", "Fracture", "Hernia", "Pneumonia", "Fibrosis",
+    }  # fmt: skip
+    for most, count in ((0, 0), (None, 5)):
+        policy = TextOrLabels(text=WholeText(), most_absent=most)
+        assert policy(policy.of_sample(sample(report="", labels=labels)), generator).count("There is no ") == count
+    with raises(ConfigError, "out_of_range", "most_absent"):
+        TextOrLabels(text=WholeText(), most_absent=-1)
 
 
 def test_sections_and_statements_are_drawn_by_weight() -> None:

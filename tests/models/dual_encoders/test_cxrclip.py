@@ -38,11 +38,11 @@ def test_the_loss_is_six_contrasts() -> None:
 def test_views_are_those_of_the_study_or_augmented() -> None:
     model, batch = cxrclip(views="augmented").eval(), make_batch("cxrclip")
     assert model.inputs.second_image
-    assert not model.inputs.other_view
+    assert not model.inputs.drawn_view
     total = model(batch).total
     changed = dataclasses.replace(batch, other_view_BCHW=batch.other_view_BCHW.flip(3))
     assert model(changed).total == total
-    assert cxrclip().inputs.other_view
+    assert cxrclip().inputs.drawn_view
     assert cxrclip().eval()(batch).total != cxrclip().eval()(changed).total
     with raises(ConfigError, "missing", "second_image_BCHW"):
         model(dataclasses.replace(batch, second_image_BCHW=None))

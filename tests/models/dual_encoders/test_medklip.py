@@ -293,3 +293,12 @@ def test_weights_around_the_decoder_start_as_released() -> None:
     for weight in (*wide, heads.text_head.weight, heads.image_head[0].weight, heads.place.weight):
         assert float(weight.detach().std()) == pytest.approx(0.02, rel=0.03)
     assert float(heads.presence.weight.detach().std()) == pytest.approx(0.02, rel=0.2)
+
+
+def test_findings_are_found_by_the_names_of_published_entities() -> None:
+    """The authors score pleural effusion by "effusion"; an entity of the finding's own name comes first."""
+    published = medklip(entities=("Edema", "effusion", "thicken")).eval()
+    asked = [statement("Pleural Effusion"), statement("Pleural Thickening"), statement("Lung Opacity")]
+    assert published._rows(published.embed_texts(asked).global_NE).tolist() == [1, 2, -1]
+    both = medklip(entities=("effusion", "Pleural Effusion")).eval()
+    assert both._rows(both.embed_texts(asked[:1]).global_NE).tolist() == [1]

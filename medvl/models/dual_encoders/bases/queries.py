@@ -25,6 +25,14 @@ from medvl.models.dual_encoders.parts.query_book import QueryBook
 from medvl.models.dual_encoders.parts.query_decoder import QueryDecoder, QueryDecoderConfig
 from medvl.schema import FINDINGS, Batch, Embeddings, Inputs, Losses
 
+_FINDINGS_OF = {
+    "effusion": ("Pleural Effusion",),
+    "infiltrate": ("Infiltration",),
+    "opacity": ("Lung Opacity",),
+    "tail_abnorm_obs": ("Fibrosis",),
+    "thicken": ("Pleural Thickening",),
+}
+"""Entities of the published MedKLIP and MAVL -> findings of another name that their authors score by them."""
 _QUERIES = 256
 """Further queries of one pass of the decoder, whose memory grows with their square."""
 
@@ -49,10 +57,11 @@ class QueryEncoder(TextMaps):
     """Base of systems whose frozen text encoder turns each entity into a query; a decoder over the image's grid
     predicts which entities are present.
 
-    A text that names an entity of the book (name, statement or description) selects that entity's query. Any other text
-    is a further query beside the book, as in the papers. Queries attend to each other; a further query attends to the
-    book and to itself, and the book does not attend to it. In the published code the book attends to it as well, so
-    that the scores of all entities depend on it, and every text needs a pass of its own.
+    A text that names an entity of the book (name, statement or description, or the statement of a finding that the
+    authors score by it) selects that entity's query. Any other text is a further query beside the book, as in the
+    papers. Queries attend to each other; a further query attends to the book and to itself, and the book does not
+    attend to it. In the published code the book attends to it as well, so that the scores of all entities depend on it,
+    and every text needs a pass of its own.
 
     Attributes:
         image_head: maps the cells of the grid to the decoder's width.
@@ -73,11 +82,9 @@ class QueryEncoder(TextMaps):
         self.book, self.decoder, self.presence = book, decoder, presence
         self.inputs = Inputs(labels=True)
         sentences = self.sentences_of(config)
-        self._row_of = {
-            alias: row
-            for row, (name, each) in enumerate(zip(config.entities, sentences, strict=True))
-            for alias in (name, statement(name), each[0])
-        }
+        rows = list(enumerate(zip(config.entities, sentences, strict=True)))
+        others = {statement(other): row for row, (name, _) in rows for other in _FINDINGS_OF.get(name, ())}
+        self._row_of = others | {alias: row for row, (name, each) in rows for alias in (name, statement(name), each[0])}
         self.aspects = len(sentences[0])
 
     @classmethod
