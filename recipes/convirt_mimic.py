@@ -5,11 +5,12 @@
     torchrun recipes/convirt_mimic.py tiny --help     # every setting
     torchrun recipes/convirt_mimic.py --init-from runs/convirt-mimic/best --data.train OURS/train ...    # continue
 
-Preset `paper`: the settings of the paper where it gives them, else those of LoVT's re-implementation. ImageNet's
-ResNet-50 and Bio_ClinicalBERT are downloaded from the hub on first use. Differences from the paper: bf16 autocast, and
-an epoch is a pass over the training set (5,000 steps in the paper). Images are frontal, as published: make the shards
-with `--views PA AP`, because the preset reads all images of its shards. The authors released neither weights nor a
-zero-shot result on CheXpert; results of this recipe need the credentialed data.
+Preset `paper`: the settings of the paper where it gives them, else those of LoVT's re-implementation, such as the
+patience of the schedule and of the early stop, and sentences of at least three tokens (two words and a full stop: "No
+pneumothorax." is one). ImageNet's ResNet-50 and Bio_ClinicalBERT are downloaded from the hub on first use. Differences
+from the paper: bf16 autocast, and an epoch is a pass over the training set (5,000 steps in the paper). Images are
+frontal, as published: make the shards with `--views PA AP`, because the preset reads all images of its shards. The
+authors released neither weights nor a zero-shot result on CheXpert; results of this recipe need the credentialed data.
 
 Preset `tiny`: a ResNet-10 and a three-layer BERT from scratch, complete impressions instead of single sentences, a
 weaker augmentation without the flip, and AdamW with a cosine schedule instead of Adam on a plateau.
@@ -30,7 +31,7 @@ paper = ZeroShotRecipe(
     data=DataConfig(
         train="shards/mimic-cxr/train",
         valid=Path("shards/mimic-cxr/validate"),
-        text=RandomSentence(min_tokens=3),
+        text=RandomSentence(min_tokens=2),
         image=ConVIRTAugmentation(size=224, flip="plain"),
     ),
     optim=OptimConfig(optimizer="adam", lr=1e-4, weight_decay=1e-6, schedule=Plateau(factor=0.5, patience=12)),

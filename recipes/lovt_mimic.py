@@ -7,10 +7,12 @@
 
 Preset `paper`: the authors' configuration LoVT_100: findings and impression with swapped sentences, ConVIRT's
 augmentation, ImageNet's ResNet-50 and Bio_ClinicalBERT from the hub on first use. Updates have 16 micro-batches of 32
-pairs, whose negatives are the other 31. Differences: sentences are split by medvl, not by stanza; bf16 autocast for
-fp16; one cosine over the run, where the released code's rate falls over one epoch and rises again over the next.
-Images are frontal, as published: make the shards with `--views PA AP`, because the preset reads all images of its
-shards. Preset `analysis` has the same data and optimiser; its paper's were not available.
+pairs, whose negatives are the other 31. Sentences have at least three tokens, of which the full stop is one.
+Differences: sentences are split by medvl, not by stanza; every frontal image is a sample, where the released code draws
+one of each study; bf16 autocast for fp16; one cosine over the run, where the released code's rate falls over one epoch
+and rises again over the next. Images are frontal, as published: make the shards with `--views PA AP`, because the
+preset reads all images of its shards. Preset `analysis` has the same data and optimiser; its paper's were not
+available.
 
 Presets `tiny` and `analysis-tiny`: a ResNet-10 and a three-layer BERT from scratch, whose last stage keeps the stride
 so that images of 112 pixels have 7 x 7 regions as published, a weaker augmentation without the flip, and a higher rate.
@@ -31,7 +33,7 @@ paper = ZeroShotRecipe(
     data=DataConfig(
         train="shards/mimic-cxr/train",
         valid=Path("shards/mimic-cxr/validate"),
-        text=SwappedSentences(min_tokens=3, swap_probability=0.6),
+        text=SwappedSentences(min_tokens=2, swap_probability=0.6),
         image=ConVIRTAugmentation(size=224, flip="plain"),
     ),
     optim=OptimConfig(optimizer="adamw", lr=1e-4, weight_decay=1e-6, schedule=Cosine()),

@@ -1,15 +1,16 @@
 """MutualInfo on MIMIC-CXR (Liao et al., arXiv 2103.04537, MICCAI 2021).
 
-    torchrun recipes/mutual_info_mimic.py --data.train DIR/train --data.valid DIR/validate
-    torchrun recipes/mutual_info_mimic.py --model.local-weight 1 --model.global-weight 0      # regions and sentences
+    torchrun recipes/mutual_info_mimic.py --model.text-weights CLINICALBERT --data.train DIR/train --data.valid ...
+    torchrun recipes/mutual_info_mimic.py --model.local-weight 1 --model.global-weight 0 ...  # regions and sentences
     torchrun recipes/mutual_info_mimic.py tiny            # data of `medvl phantom quickstart`, two CPU cores
     torchrun recipes/mutual_info_mimic.py tiny --help     # every setting
 
 Preset `paper`: the settings of the released code, which has the global part only. The image encoder starts from
 scratch; ClinicalBERT is not on the hub, so give its folder: `--model.text-weights FOLDER`. Differences: one schedule,
 10 % warm-up and linear decay, also for the image encoder and the critic, whose rate the code keeps constant; images of
-8 bits; bf16 autocast. The code's batch of 8 was limited by its loop over pairs; the bound is at most ln of the number
-of negatives, and larger batches cost little here (`--train.global-batch`).
+8 bits, divided by 255 and not by their own maximum; no dropout of the text vector; bf16 autocast. The code's batch of 8
+was limited by its loop over pairs; the bound is at most ln of the number of negatives, and larger batches cost little
+here (`--train.global-batch`).
 
 Preset `tiny`: global and local part with the InfoNCE bound, the encoders, text, augmentation and schedule of
 `recipes/convirt_mimic.py tiny`, one rate for both encoders; the text vector is the maximum over tokens, because the

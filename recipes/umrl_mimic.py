@@ -69,7 +69,8 @@ tiny = Recipe(
 )
 
 PRESETS = {"paper": paper, "tiny": tiny}
-MAKE_DATA = "medvl shards mimic-cxr --root MIMIC-CXR --views PA AP --out shards/mimic-cxr"
+MAKE_DATA = """medvl shards mimic-cxr --root MIMIC-CXR --views PA AP --out shards/mimic-cxr
+    medvl vocab shards/mimic-cxr/train shards/mimic-cxr/vocab"""
 prepared = zero_shot_run("umrl_mimic", MAKE_DATA, ZeroShotEval)
 
 

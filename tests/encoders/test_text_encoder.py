@@ -380,6 +380,9 @@ def test_static_table_is_filled_from_a_file(tmp_path: Path, form: str) -> None:
         [0.0] * 3,
     ]
     torch.testing.assert_close(features.pooled_BD[0], torch.tensor([4 / 3, 7 / 3, 10.5 / 3]))
+    unknown = [row for word, row in vocabulary.items() if word not in VECTORS and row != 3]
+    assert len(unknown) == 2  # words and pieces that the file lacks do not turn a text's vector
+    assert not encoder(torch.tensor([unknown]), torch.tensor([[True] * 2])).tokens_BTD.any()
     again = create_text_encoder(**json.loads(json.dumps(encoder.config)))
     again.load_state_dict(encoder.state_dict(), strict=True)
 

@@ -398,3 +398,11 @@ def test_two_ranks_compute_the_gradients_of_one(model: ConVIRT, tokenizer: Token
     assert actual.keys() == expected.keys()
     for name, gradient in actual.items():
         torch.testing.assert_close(gradient, expected[name], rtol=1e-4, atol=1e-6)
+
+
+def test_frozen_text_layers_keep_their_dropout() -> None:
+    """LoVT's code freezes weights alone; the text of a frozen layer varies in training as that of the others."""
+    model = medvl.create_model("convirt", **TINY).train()
+    frozen = [module for module in model.text_encoder.modules() if isinstance(module, torch.nn.Dropout)]
+    assert not model.text_encoder.backbone.encoder.layer[0].output.dense.weight.requires_grad
+    assert all(module.training for module in frozen)

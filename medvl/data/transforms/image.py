@@ -182,8 +182,10 @@ class EvalTransform:
             side = min(height, width)
             scaled_height, scaled_width = size * height // side, size * width // side
             return scaled_height, scaled_width, -round((scaled_height - size) / 2), -round((scaled_width - size) / 2)
-        side = max(height, width)
-        scaled_height, scaled_width = max(1, round(height * size / side)), max(1, round(width * size / side))
+        side = max(height, width)  # the shorter side is cut off to whole pixels, as by GLoRIA and CheXzero
+        scaled_height, scaled_width = (
+            size if length == side else max(1, int(length * (size / side))) for length in (height, width)
+        )
         return scaled_height, scaled_width, (size - scaled_height) // 2, (size - scaled_width) // 2
 
 

@@ -43,7 +43,7 @@ def read_dimension(path: Path) -> int:
 def fill_word_vectors(table: torch.Tensor, path: Path, vocabulary: Mapping[str, int]) -> int:
     """Copy the vectors of the words in `vocabulary` (word -> row) into `table` (V, D); return how many.
 
-    Rows of words that are not in the file do not change.
+    Rows of words that are not in the file become zero: a text's mean has the direction of that over the words it has.
 
     Raises:
         WeightsError: "unreadable", "malformed" or "truncated" if the file cannot be read, "mismatch" if its vectors
@@ -55,6 +55,7 @@ def fill_word_vectors(table: torch.Tensor, path: Path, vocabulary: Mapping[str, 
         if file_format.dimension != table.shape[1]:
             got = f"expected vectors of dimension {table.shape[1]}, got {file_format.dimension}"
             raise WeightsError(f"{path}: {got}", "mismatch")
+        table.zero_()
         for word, vector in (
             _read_binary(file, file_format, path) if file_format.binary else _read_text(file, file_format, path)
         ):

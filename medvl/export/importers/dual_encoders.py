@@ -317,7 +317,7 @@ IMPORTERS = (
             drop("ll_attention.**", "attention between regions and sentences, which its ConVIRT never trains"),
             drop("chexpert_bin_*.**", "online evaluation"),
         ),
-        system=_convirt,
+        system=lambda shapes: dataclasses.replace(_convirt(shapes), fit="pad"),
         note=f"Its maximum is over sentences first, here over all tokens at once. {_CONVIRT_NOTE}",
     ),
     Importer(

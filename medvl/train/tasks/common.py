@@ -44,10 +44,10 @@ class LoaderConfig:
         `advice` names the commands that create the folders.
         """
         located = [(name, locate(path), file) for name, path, file in self.inputs()]
-        missing = [(name, path) for name, path, file in located if not (path / file).is_file()]
+        missing = [(name, path, file) for name, path, file in located if not (path / file).is_file()]
         if missing:
-            listed = ", ".join(f"data.{name} {path}" for name, path in missing)
-            splits = nearby_splits(missing[0][1])
+            listed = ", ".join(f"data.{name} {path}" for name, path, _ in missing)
+            splits = "" if missing[0][2] != MANIFEST else nearby_splits(missing[0][1])
             message = f"no shards in {listed}; {splits}" if splits else f"not found: {listed}\n{advice}"
             raise ConfigError(message, "not_found", field=f"data.{missing[0][0]}")
 
@@ -75,7 +75,9 @@ class DataLoaders:
 def check_tokenizer(model: Any) -> None:
     """Raise ConfigError for a model without a tokenizer."""
     if model.tokenizer is None:
-        raise ConfigError("the model has no tokenizer; set data.tokenizer", "missing", field="data.tokenizer")
+        message = "the model has no tokenizer; set model.text_weights to a folder that has one beside the weights, or"
+        message += " data.tokenizer for a text encoder from scratch"
+        raise ConfigError(message, "missing", field="data.tokenizer")
 
 
 def open_split(

@@ -10,8 +10,11 @@ from medvl.data.convert.options import ShardRun
 from medvl.data.convert.pipeline import write_shards
 from medvl.data.privacy.deidentify import Deidentifier
 from medvl.data.shards.source import ShardSource
+from medvl.data.transforms.image import EvalTransform
+from medvl.data.transforms.text import WholeText
 from medvl.errors import ConfigError, ShardError
 from medvl.train.tasks.common import LoaderConfig
+from medvl.train.tasks.pretraining import DataConfig
 
 
 @pytest.mark.parametrize("name", ["", "valid"])
@@ -29,3 +32,13 @@ def test_folder_without_splits_names_the_commands(tmp_path: Path) -> None:
         ShardSource(tmp_path)
     with raises(ConfigError, "not_found", names="medvl shards lab"):
         LoaderConfig(train=tmp_path, valid=None).check("medvl shards lab")
+
+
+def test_a_missing_tokenizer_names_the_commands(tmp_path: Path, deid: Deidentifier) -> None:
+    write_shards(make_plan(tmp_path / "images"), deid, ShardRun(out=tmp_path / "shards", workers=1), OPTIONS)
+    policies = {"image": EvalTransform(), "text": WholeText()}
+    train, vocabulary = str(tmp_path / "shards/train"), tmp_path / "shards/vocab"
+    data = DataConfig(train=train, valid=None, tokenizer=vocabulary, **policies)
+    with raises(ConfigError, "not_found", "data.tokenizer", names="medvl vocab") as caught:
+        data.check("medvl vocab")
+    assert "one split" not in str(caught.value)

@@ -42,6 +42,17 @@ def test_eval_transform_crop_and_pad() -> None:
     assert not padded[150:].any()
 
 
+@pytest.mark.parametrize("shape", [(480, 640), (1000, 333), (300, 401), (201, 202), (49, 48), (2022, 2021)])
+def test_padded_images_have_the_size_of_the_released_code(shape: tuple[int, int]) -> None:
+    """GLoRIA and CheXzero scale by a ratio, and cut the shorter side off to whole pixels."""
+    bright = np.full(shape, 255, np.uint8)
+    seen = EvalTransform(size=256, fit="pad").build()(bright, rng()).image_HWC[:, :, 0] > 0
+    ratio = 256 / max(shape)
+    assert (seen.any(1).sum(), seen.any(0).sum()) == tuple(
+        256 if side == max(shape) else int(side * ratio) for side in shape
+    )
+
+
 @pytest.mark.parametrize("shape", [(480, 640), (640, 480), (1000, 333), (333, 1000), (300, 401), (201, 202)])
 def test_the_square_of_crop_is_that_of_torchvision(shape: tuple[int, int]) -> None:
     """A rounding of its own moved the square by up to a pixel, and grey levels by 6 on average."""

@@ -49,7 +49,7 @@ def test_warm_ups_have_the_published_share_of_the_steps(name: str, pairs: int, s
 def test_texts_of_mgca_medclip_and_lovt_are_the_published_ones() -> None:
     assert preset("mgca").data.text == WholeText(sections=("impression", "findings"), min_tokens=3)
     assert preset("medclip").data.text == RandomSentence(min_tokens=5)
-    assert preset("lovt").data.text == SwappedSentences(min_tokens=3, swap_probability=0.6)
+    assert preset("lovt").data.text == SwappedSentences(min_tokens=2, swap_probability=0.6)
 
 
 def test_carzero_has_the_optimiser_and_flips_of_its_configuration() -> None:

@@ -20,7 +20,8 @@ class BertDualConfig(DualEncoderConfig):
     """Settings of a dual-encoder with a BERT-like text encoder."""
 
     frozen_text_layers: int = 0
-    """Layers of the text encoder that are frozen, with the embeddings, from the bottom; 0 trains everything."""
+    """Layers of the text encoder that are frozen, with the embeddings, from the bottom; 0 trains everything. They keep
+    their dropout, as in LoVT's code."""
     attention_dropout: float | None = None
     """Dropout of the text encoder's attention in training; None is its default, 0.1 in BERT. At 0, packed text uses the
     GPU's kernel for sequences of unequal length."""
@@ -45,7 +46,7 @@ class BertDualEncoder(ContrastiveEncoder):
             {"pretrained": pretrained, "image_size": config.image_size, **image},
             {"pretrained": pretrained, "vocab_size": config.vocab_size, **text},
         )
-        freeze_layers(encoders[1], config.frozen_text_layers)
+        freeze_layers(encoders[1], config.frozen_text_layers, eval_mode=False)
         heads: dict[str, Any] = {**cls.make_heads(config, *encoders)}
         return cls(config, *encoders, **heads, transform=cls.make_transform(config), tokenizer=tokenizer)
 
