@@ -58,8 +58,10 @@ class ARL(M3AE):
     loaders did not make may lack entities: those of a text are found in its ids, and an image has those of its text.
 
     Deviations: entities are found by a dictionary of names instead of scispaCy's linker (`medvl.data.EntityFinder`);
-    words outside of entities are masked as whole words, where the released code masks RoBERTa's tokens; the last fusion
-    layer reads no entities, for which no gradient reached its weights (`KnowledgeStream`). Otherwise as in `M3AE`.
+    words outside of entities are masked as whole words, where the released code masks RoBERTa's tokens; a text has the
+    same share of masked words whatever its length, where the released code masks ten tokens (0.15 of the padded length)
+    of every text, so that short ones lose most of theirs; the last fusion layer reads no entities, for which no
+    gradient reached its weights (`KnowledgeStream`). Otherwise as in `M3AE`.
     """
 
     Config = ARLConfig

@@ -14,9 +14,8 @@ from medvl.models.bert_init import init_weights
 from medvl.models.fusion_encoders.bases.region_model import RegionConfig, RegionHead, RegionModel
 from medvl.models.fusion_encoders.objectives.base import Corruption, Encoded, Objective
 from medvl.models.fusion_encoders.objectives.regions import MaskedObjectLabels, MaskedRegionFeatures
-from medvl.models.fusion_encoders.parts.attention_masks import padding_mask
+from medvl.models.fusion_encoders.parts.attention_masks import keep_first, padding_mask
 from medvl.models.fusion_encoders.parts.encoder import AttentionMaps, Fused, Pooler, Tokens
-from medvl.models.fusion_encoders.parts.inputs import keep_first
 from medvl.models.fusion_encoders.parts.regions import RegionInput, RegionMask
 from medvl.models.fusion_encoders.parts.transformer import Attention, FeedForward, SelfAttentionLayer, Sizes
 from medvl.models.registry import register_system

@@ -29,11 +29,17 @@ from medvl.schema import Batch
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MedViLLConfig(FusionConfig):
-    """Published settings of MedViLL."""
+    """Published settings of MedViLL.
+
+    The released code trains nothing of the ResNet: its list of layers to train is empty, where the paper freezes the
+    first ones.
+    """
 
     image_encoder: str = "resnet50"
     text_encoder: str = "bert"
     image_size: int = 512
+    fit: Literal["crop", "pad", "squash"] = "squash"
+    """As the released fine-tuning code prepares images."""
     whole_words: bool = False
     fusion_lr_mult: float = 1.0
     head_lr_mult: float = 1.0
@@ -42,8 +48,8 @@ class MedViLLConfig(FusionConfig):
     image_tokens: int = 180
     """Grid cells that are sampled in training; all are used if there are no more, and in eval mode."""
     attention: Attention = "bar"
-    seq2seq_share: float = 0.5
-    """With attention "mixed": share of batches that are trained with the sequence-to-sequence mask."""
+    seq2seq_share: float = 0.75
+    """With attention "mixed": share of samples that are trained with the sequence-to-sequence mask."""
     objective: Literal["pretraining", "report"] = "pretraining"
     """"pretraining": MLM and ITM. "report": fine-tuning for report generation by MLM alone, with matching images and
     with the closing token masked like words (with attention `seq2seq` in the paper)."""
@@ -103,11 +109,18 @@ class MedViLL(JointBERT):
         return cls(config, image_encoder, text_encoder, transform=transform, tokenizer=tokenizer)
 
     def for_reading(self) -> Self:
-        """See the base class: where CLS and SEP attend to no text, attention becomes bidirectional."""
-        if self.config.attention not in ("seq2seq", "non_cross"):
+        """See the base class: attention becomes bidirectional and training reads all cells, as in the released code."""
+        height, columns = self.image_encoder.grid(*self.image_encoder.image_size)
+        reads_all = self.config.image_tokens >= height * columns
+        if self.config.attention == "bidirectional" and reads_all:
             return self
         config = dataclasses.replace(
-            self.config, objective="pretraining", attention="bidirectional", image_weights=None, text_weights=None
+            self.config,
+            objective="pretraining",
+            attention="bidirectional",
+            image_tokens=max(self.config.image_tokens, height * columns),
+            image_weights=None,
+            text_weights=None,
         )
         other = self.build(config, pretrained=False, tokenizer=self.tokenizer)
         other.load_state_dict(self.state_dict(), strict=True)

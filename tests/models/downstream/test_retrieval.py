@@ -21,8 +21,8 @@ TOKENIZER = tiny_tokenizer()
 @pytest.mark.parametrize("name", sorted(TINY))
 def test_every_fusion_encoder_learns_to_rank(name: str) -> None:
     """Four distinct texts: three false ones for each image."""
-    fusion = tiny_model(name, TOKENIZER)
-    model = RetrievalModel.on(fusion)
+    model = RetrievalModel.on(tiny_model(name, TOKENIZER))
+    fusion = model.fusion_model
     losses = model(make_batch(TOKENIZER, 8))
     assert losses.total.item() == pytest.approx(np.log(7), abs=0.4)  # the own text and six that differ
     losses.total.backward()

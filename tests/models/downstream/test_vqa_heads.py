@@ -103,7 +103,7 @@ def test_head_overfits_a_few_questions(name: str, head: Head, tokenizer: Tokeniz
     torch.manual_seed(0)
     model, batch = vqa_model(name, head, tokenizer).eval(), answered_batch(tokenizer, 4)  # without dropout
     optimizer = torch.optim.Adam([p for p in model.parameters() if p.requires_grad], 5e-3)
-    for _ in range(50):
+    for _ in range(100):
         optimizer.zero_grad()
         model(batch).total.backward()
         optimizer.step()

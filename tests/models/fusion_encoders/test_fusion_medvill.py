@@ -96,6 +96,18 @@ def test_separate_blocks_are_pooled_from_both(tokenizer: Tokenizer) -> None:
     assert model.for_reading().config.attention == "bidirectional"
 
 
+@pytest.mark.parametrize("attention", ["bar", "mixed", "bidirectional"])
+def test_heads_read_all_cells_in_both_directions(attention: Attention, tokenizer: Tokenizer) -> None:
+    """As in the released fine-tuning: without the mask of pretraining, and without a draw of cells."""
+    encoder = {"image_size": 64, "image_encoder": "timm:test_vit", "image_arguments": {"depth": 1}}
+    model = make(tokenizer, image_tokens=3, attention=attention, **encoder)
+    reader, batch = model.for_reading().train(), make_batch(tokenizer, 2)
+    assert (reader.config.attention, reader.config.image_tokens) == ("bidirectional", 16)
+    assert reader.image_tokens(batch.image_BCHW).states_BND.shape[1] == 16
+    assert reader.for_reading() is reader
+    assert all(torch.equal(value, model.state_dict()[name]) for name, value in reader.state_dict().items())
+
+
 def test_cells_are_sampled_in_training_only(tokenizer: Tokenizer) -> None:
     model = make(tokenizer, image_tokens=3, image_size=64, image_encoder="timm:test_vit", image_arguments={"depth": 1})
     batch = make_batch(tokenizer, 2)

@@ -39,6 +39,21 @@ def losses_of(model: Any) -> tuple[Tensor, dict[str, Tensor]]:
     return total.detach(), gradients
 
 
+@pytest.mark.parametrize("name", STREAMS)
+@torch.no_grad()
+def test_a_text_without_tokens_is_read_as_padded(name: str, tmp_path: Any) -> None:
+    """Loaders give each text CLS and SEP; other callers may not."""
+    model = model_of(name)
+    batch = make_batch(model.tokenizer)
+    batch.mask_BT[1] = False
+    found = []
+    for packed in (False, True):
+        prepare(model, fakes.config(tmp_path, packed_text=packed), torch.device("cpu"))
+        fused = model.eval().features(batch)
+        found.append((fused.pooled_BD, fused.image.states_BND))
+    torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-4)
+
+
 @torch.no_grad()
 def fusion_flops(model: Any) -> int:
     """Return the arithmetic of fusing texts of unequal length with their images."""

@@ -31,9 +31,10 @@ from medvl.models.fusion_encoders.objectives.base import ContrastiveEncoded, Cor
 from medvl.models.fusion_encoders.objectives.contrast import ImageTextContrast
 from medvl.models.fusion_encoders.objectives.matching import HardNegativeMatching
 from medvl.models.fusion_encoders.objectives.words import DistilledLanguageModeling
+from medvl.models.fusion_encoders.parts.attention_masks import keep_first
 from medvl.models.fusion_encoders.parts.corruption import pairs_of_rows, same_rows
 from medvl.models.fusion_encoders.parts.encoder import AttentionMaps, Fused, Tokens
-from medvl.models.fusion_encoders.parts.inputs import encode_present, encode_visible, keep_first
+from medvl.models.fusion_encoders.parts.inputs import encode_present, encode_visible
 from medvl.models.fusion_encoders.parts.transformer import CoAttentionLayer, Sizes
 from medvl.models.masked_words import MaskedWords, WordHead
 from medvl.schema import Batch, Embeddings

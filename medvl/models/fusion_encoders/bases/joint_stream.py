@@ -10,8 +10,8 @@ from torch import Tensor
 
 from medvl.models.bert_init import init_weights
 from medvl.models.fusion_encoders.bases.masked_matching import MaskedMatchingModel
+from medvl.models.fusion_encoders.parts.attention_masks import keep_first
 from medvl.models.fusion_encoders.parts.encoder import AttentionMaps, Fused, Pooler, Tokens, join
-from medvl.models.fusion_encoders.parts.inputs import keep_first
 
 
 class JointStream(MaskedMatchingModel):

@@ -65,3 +65,13 @@ def open_empty_rows(mask_BQK: Tensor) -> Tensor:
     The output of such a row is meaningless and must be ignored.
     """
     return mask_BQK | ~mask_BQK.any(dim=-1, keepdim=True)
+
+
+def keep_first(mask_BT: Tensor, has_text_B: Tensor | None) -> Tensor:
+    """(B, T) bool: the mask of texts; of a sample without a text, the first token (CLS) remains.
+
+    Layers that normalise a token of zeros would have gradients near 1 / epsilon.
+    """
+    real_BT = mask_BT if has_text_B is None else mask_BT & has_text_B[:, None]
+    is_first_T = torch.arange(mask_BT.shape[1], device=mask_BT.device) == 0
+    return real_BT | is_first_T

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from medvl.models.bert_init import init_weights
-from medvl.models.fusion_encoders.parts.attention_masks import Attention, attention_mask
+from medvl.models.fusion_encoders.parts.attention_masks import Attention, attention_mask, keep_first
 from medvl.models.fusion_encoders.parts.transformer import CoAttentionLayer, SelfAttentionLayer, Sizes
 
 if TYPE_CHECKING:
@@ -214,8 +214,13 @@ class DualStream(FusionEncoder):
         self._packing = Packing if enabled else None
 
     def packing_of(self, text: Tokens) -> "Packing | None":
-        """Return the packing of the text's stream; None where it is not packed."""
-        return None if self._packing is None or text.mask_BN is None else self._packing.from_mask(text.mask_BN)
+        """Return the packing of the text's stream; None where it is not packed.
+
+        A text without tokens keeps the first one, which stands for the row of equal null tokens that is read padded.
+        """
+        if self._packing is None or text.mask_BN is None:
+            return None
+        return self._packing.from_mask(keep_first(text.mask_BN, None))
 
     def forward(self, text: Tokens, image: Tokens) -> Fused:
         """See the base class; a pair's vector is the concatenation of the text's and the image's."""
@@ -233,12 +238,13 @@ class DualStream(FusionEncoder):
     def streams(self, text: Tokens, image: Tokens, depth: int) -> tuple[Tokens, Tokens]:
         """Return both streams after the first `depth` layers; layers above are not computed."""
         text_BTD, image_BPD = self.mark(text, image)
-        packing = self.packing_of(text)
-        text_BTD = text_BTD if packing is None else packing.pack(text_BTD)
+        packing, mask_BT = self.packing_of(text), text.mask_BN
+        if packing is not None:
+            text_BTD, mask_BT = packing.pack(text_BTD), packing.mask_BT
         for text_layer, image_layer in list(zip(self.text_layers, self.image_layers, strict=True))[:depth]:
             text_BTD, image_BPD = (
-                text_layer(text_BTD, image_BPD, text.mask_BN, image.mask_BN, packing),
-                image_layer(image_BPD, text_BTD, image.mask_BN, text.mask_BN, None, packing),
+                text_layer(text_BTD, image_BPD, mask_BT, image.mask_BN, packing),
+                image_layer(image_BPD, text_BTD, image.mask_BN, mask_BT, None, packing),
             )
         text_BTD = text_BTD if packing is None else packing.unpack(text_BTD)
         return Tokens(text_BTD, text.mask_BN), Tokens(image_BPD, image.mask_BN)
@@ -288,13 +294,13 @@ class SingleStream(FusionEncoder):
 def stream_mask(attention: Attention, text: Tokens, image: Tokens, seq2seq_share: float) -> Tensor | None:
     """(B, S, S) for an image block followed by a text block; None if everything attends to everything.
 
-    A mixed mask is sampled once for the whole batch (MedViLL), at every call, from torch's generator of the tokens'
-    device; with a share of zero it is bidirectional.
+    A mixed mask is sampled for each row (MedViLL's code), at every call, from torch's generator of the tokens' device;
+    with a share of zero it is bidirectional.
     """
     if attention == "bidirectional" and text.mask_BN is None and image.mask_BN is None:
         return None
     text_mask_BT, image_mask_BP = text.real_BN(), image.real_BN()
     seq2seq_B = None
     if attention == "mixed":
-        seq2seq_B = (torch.rand(1, device=text_mask_BT.device) < seq2seq_share).expand(len(text_mask_BT))
+        seq2seq_B = torch.rand(len(text_mask_BT), device=text_mask_BT.device) < seq2seq_share
     return attention_mask(attention, image_mask_BP, text_mask_BT, seq2seq_B)

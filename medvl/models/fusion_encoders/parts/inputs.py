@@ -151,16 +151,6 @@ def sample_tokens(tokens_BPD: Tensor, count: int | None, leading: int = 0) -> Te
     return torch.cat([tokens_BPD[:, :leading], sampled_BKD], dim=1)
 
 
-def keep_first(mask_BT: Tensor, has_text_B: Tensor | None) -> Tensor:
-    """(B, T) bool: the mask of texts; of a sample without a text, the first token (CLS) remains.
-
-    Layers that normalise a token of zeros would have gradients near 1 / epsilon.
-    """
-    real_BT = mask_BT if has_text_B is None else mask_BT & has_text_B[:, None]
-    is_first_T = torch.arange(mask_BT.shape[1], device=mask_BT.device) == 0
-    return real_BT | is_first_T
-
-
 def encode_present(has_B: Tensor | None, width: int, encode: Callable[..., Tokens], *inputs_B: Tensor | None) -> Tokens:
     """Encode the samples that have the modality.
 

@@ -350,12 +350,14 @@ class KnowledgeStream(DualStream):
         """See the base class."""
         if text.entities is None:
             raise ValueError("expected texts with entities: encode them with the model's text_tokens")
-        entities, (text_BTD, image_BPD), packing = text.entities, self.mark(text, image), self.packing_of(text)
-        text_BTD = text_BTD if packing is None else packing.pack(text_BTD)
+        entities, (text_BTD, image_BPD) = text.entities, self.mark(text, image)
+        packing, mask_BT = self.packing_of(text), text.mask_BN
+        if packing is not None:
+            text_BTD, mask_BT = packing.pack(text_BTD), packing.mask_BT
         for text_layer, image_layer in list(zip(self.text_layers, self.image_layers, strict=True))[:depth]:
             (text_BTD, entities), image_BPD = (
-                text_layer(text_BTD, image_BPD, text.mask_BN, image.mask_BN, entities, packing),
-                image_layer(image_BPD, text_BTD, image.mask_BN, text.mask_BN, None, packing),
+                text_layer(text_BTD, image_BPD, mask_BT, image.mask_BN, entities, packing),
+                image_layer(image_BPD, text_BTD, image.mask_BN, mask_BT, None, packing),
             )
         text_BTD = text_BTD if packing is None else packing.unpack(text_BTD)
         return Tokens(text_BTD, text.mask_BN), Tokens(image_BPD, image.mask_BN)

@@ -68,19 +68,14 @@ def test_empty_rows_are_opened() -> None:
     assert torch.equal(opened_BSS[:2], mask_BSS[:2])
 
 
-def test_mixed_mask_is_sampled_by_batch_and_bidirectional_at_share_zero() -> None:
-    """As in MedViLL's released code: one draw for all samples of a batch."""
-    text = Tokens(torch.zeros(3, 3, 1), None)
-    image = Tokens(torch.zeros(3, 2, 1), None)
+def test_mixed_mask_is_drawn_for_each_sample_and_bidirectional_at_share_zero() -> None:
+    """As in MedViLL's released data set."""
+    text = Tokens(torch.zeros(200, 3, 1), None)
+    image = Tokens(torch.zeros(200, 2, 1), None)
     torch.manual_seed(0)
-    causal = []
-    for _ in range(200):
-        mask_BSS = stream_mask("mixed", text, image, 0.25)
-        assert mask_BSS is not None
-        causal_B = ~mask_BSS[:, 0, 4]
-        assert torch.equal(causal_B, causal_B[:1].expand(3))
-        causal.append(bool(causal_B[0]))
-    assert 0.15 < sum(causal) / 200 < 0.35
+    mask_BSS = stream_mask("mixed", text, image, 0.25)
+    assert mask_BSS is not None
+    assert 0.15 < (~mask_BSS[:, 0, 4]).float().mean() < 0.35
     everything = stream_mask("mixed", text, image, 0.0)
     assert everything is not None
     assert everything.all()
