@@ -36,7 +36,7 @@ paper = Recipe(
 tiny = quickstart.fusion_recipe("albef", ALBEFConfig(**quickstart.ALIGNED))
 
 PRESETS = {"paper": paper, "tiny": tiny}
-MAKE_DATA = """medvl shards roco --root ROCO --out shards/roco
+MAKE_DATA = """medvl shards roco --root ROCO --splits repaired --out shards/roco
     medvl shards medicat --root MEDICAT --out shards/medicat"""
 prepare = pretraining_run("albef_roco_medicat", MAKE_DATA)
 

@@ -33,8 +33,8 @@ paper = ZeroShotRecipe(
     model=CheXzeroConfig(),
     pretrained=True,
     data=DataConfig(
-        train="shards/mimic-cxr/train",
-        valid=Path("shards/mimic-cxr/validate"),
+        train="shards/mimic-cxr-320/train",
+        valid=Path("shards/mimic-cxr-320/validate"),
         text=WholeText(sections=("impression",), missing="literal"),
         image=EvalTransform(size=224, fit="pad", stored_size=320),
     ),
@@ -69,7 +69,7 @@ tiny = quickstart.zero_shot_recipe(
 )
 
 PRESETS = {"paper": paper, "tiny": tiny}
-MAKE_DATA = "medvl shards mimic-cxr --root MIMIC-CXR --out shards/mimic-cxr --short-side 320"
+MAKE_DATA = "medvl shards mimic-cxr --root MIMIC-CXR --out shards/mimic-cxr-320 --short-side 320"
 prepare = zero_shot_run("chexzero_mimic", MAKE_DATA, ZeroShotEval)
 
 if __name__ == "__main__":

@@ -32,8 +32,8 @@ paper = ZeroShotRecipe(
     model=CXRCLIPConfig(),
     pretrained=True,
     data=DataConfig(
-        train="shards/mimic-cxr/train",
-        valid=Path("shards/mimic-cxr/validate"),
+        train="shards/mimic-cxr-all/train",
+        valid=Path("shards/mimic-cxr-all/validate"),
         text=TextOrLabels(text=RandomSection(), most_absent=3),
         image=dataclasses.replace(ConVIRTAugmentation.crop(224, area=(0.8, 1.0)), brightness=0.1, contrast=0.2),
     ),
@@ -57,7 +57,7 @@ tiny = quickstart.zero_shot_recipe(
 )
 
 PRESETS = {"paper": paper, "tiny": tiny}
-MAKE_DATA = "medvl shards mimic-cxr --root MIMIC-CXR --out shards/mimic-cxr"
+MAKE_DATA = "medvl shards mimic-cxr --root MIMIC-CXR --out shards/mimic-cxr-all"
 prepare = zero_shot_run("cxrclip_mimic", MAKE_DATA, ZeroShotEval)
 
 if __name__ == "__main__":

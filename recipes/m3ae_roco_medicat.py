@@ -82,8 +82,8 @@ tiny = Recipe(
 )
 
 PRESETS = {"paper": paper, "tiny": tiny}
-MAKE_DATA = """medvl shards roco --root ROCO --out shards/roco
-    medvl shards medicat --root MEDICAT --out shards/medicat"""
+MAKE_DATA = """medvl shards roco --root ROCO --splits repaired --references MEDICAT/roco_references --out shards/roco
+    medvl shards medicat --root MEDICAT --radiology-only --out shards/medicat"""
 PHANTOM = """medvl phantom roco --out quickstart/roco --patients 1500 --size 160
     medvl phantom medicat --out quickstart/medicat --patients 1500 --size 160
     medvl shards roco --root quickstart/roco --references quickstart/roco/roco_references \\

@@ -37,8 +37,8 @@ paper = ZeroShotRecipe(
     model=MedCLIPConfig(),
     pretrained=True,
     data=DataConfig(
-        train="shards/mimic-cxr/train",
-        valid=Path("shards/mimic-cxr/validate"),
+        train="shards/mimic-cxr-all/train",
+        valid=Path("shards/mimic-cxr-all/validate"),
         text=RandomSentence(min_tokens=5),
         image=ConVIRTAugmentation(
             size=224,
@@ -76,7 +76,7 @@ tiny = quickstart.zero_shot_recipe(
 )
 
 PRESETS = {"paper": paper, "tiny": tiny}
-MAKE_DATA = "medvl shards mimic-cxr --root MIMIC-CXR --out shards/mimic-cxr"
+MAKE_DATA = "medvl shards mimic-cxr --root MIMIC-CXR --out shards/mimic-cxr-all"
 prepare = zero_shot_run("medclip_mimic", MAKE_DATA, ZeroShotEval)
 
 if __name__ == "__main__":

@@ -8,14 +8,14 @@
 
 Preset `paper`: MAE's ViT-B/16, images of all views, of whose 448 pixels 224 are read, three quarters of the patches
 removed, half of the words masked, 200 epochs in batches of 256. Preset `ecamp`: 0.7 of the words masked, 120 epochs in
-batches of 8,192. Both warm up for 40 epochs. Vocabulary: `medvl vocab shards/mimic-cxr/train vocab/mimic --size 30000
+batches of 8,192. Both warm up for 40 epochs. Vocabulary: `medvl vocab shards/mimic-cxr-all/train vocab/mrm --size 30000
 --max-tokens 256`. Differences: padding and visible words have no loss; mirrored images have mirrored texts, where the
 authors' keep their sides. `ecamp` has no summaries by a language model, reconstructs the large image itself in place
 of a super-resolution head, and masks entities and their neighbours first, where the released code draws every word
 alone, 0.75 of the entities and 0.7 of the others. `maco` crops as MRM does; its authors rotate by up to 20 degrees and
 scale by 0.8 to 1.2.
 
-Goals on MIMIC-CXR, fine-tuned on 1, 10 and 100 % (`medvl train classify_openi` on your shards), the published figures:
+Goals on MIMIC-CXR, fine-tuned on 1, 10 and 100 % (`medvl train linear_probe finetune --data.fraction 0.01` on your shards), the published figures:
 AUROC of ChestX-ray14 0.79, 0.84 and 0.86, of CheXpert 0.89 at each. About 5 EFLOP: five hours of an H200.
 
 Preset `tiny`: a small ViT on the phantom; the loss says little, probe the encoder (`medvl train linear_probe`).
@@ -35,9 +35,9 @@ paper = Recipe(
     model=MODEL,
     pretrained=True,
     data=DataConfig(
-        train="shards/mimic-cxr/train",
-        valid=Path("shards/mimic-cxr/validate"),
-        tokenizer=Path("vocab/mimic"),
+        train="shards/mimic-cxr-all/train",
+        valid=Path("shards/mimic-cxr-all/validate"),
+        tokenizer=Path("vocab/mrm"),
         text=WholeText(),
         image=ConVIRTAugmentation.crop(448, area=(0.2, 1.0), flip="swap_text"),
     ),
@@ -100,7 +100,8 @@ tiny = Recipe(
 )
 
 PRESETS = {"paper": paper, "ecamp": ecamp, "maco": maco, "tiny": tiny}
-MAKE_DATA = "medvl shards mimic-cxr --root MIMIC-CXR --out shards/mimic-cxr"
+MAKE_DATA = """medvl shards mimic-cxr --root MIMIC-CXR --out shards/mimic-cxr-all
+    medvl vocab shards/mimic-cxr-all/train vocab/mrm --size 30000 --max-tokens 256"""
 prepare = pretraining_run("mrm_mimic", MAKE_DATA)
 
 if __name__ == "__main__":

@@ -40,7 +40,7 @@ paper = Recipe(
 tiny = quickstart.fusion_recipe("mumc", MUMCConfig(**quickstart.ALIGNED, mask_ratio=0.25))
 
 PRESETS = {"paper": paper, "tiny": tiny}
-MAKE_DATA = """medvl shards roco --root ROCO --out shards/roco
+MAKE_DATA = """medvl shards roco --root ROCO --splits repaired --out shards/roco
     medvl shards medicat --root MEDICAT --out shards/medicat
     medvl shards table --table CLEF2022.csv --name clef2022 --image-column file --patient-column article \
         --text-column caption --out shards/clef2022"""

@@ -9,8 +9,7 @@ Preset `paper`: the settings of the released code, which has the global part onl
 scratch; ClinicalBERT is not on the hub, so give its folder: `--model.text-weights FOLDER`. Differences: one schedule,
 10 % warm-up and linear decay, also for the image encoder and the critic, whose rate the code keeps constant; images of
 8 bits, divided by 255 and not by their own maximum; no dropout of the text vector; bf16 autocast. The code's batch of 8
-was limited by its loop over pairs; the bound is at most ln of the number of negatives, and larger batches cost little
-here (`--train.global-batch`).
+was limited by its loop over pairs; larger batches cost little here (`--train.global-batch`).
 
 Preset `tiny`: global and local part with the InfoNCE bound, the encoders, text, augmentation and schedule of
 `recipes/convirt_mimic.py tiny`, one rate for both encoders; the text vector is the maximum over tokens, because the

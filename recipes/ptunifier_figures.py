@@ -57,8 +57,8 @@ tiny = quickstart.fusion_recipe(
 )
 
 PRESETS = {"paper": paper, "tiny": tiny}
-MAKE_DATA = """medvl shards roco --root ROCO --out shards/roco
-    medvl shards medicat --root MEDICAT --out shards/medicat
+MAKE_DATA = """medvl shards roco --root ROCO --splits repaired --references MEDICAT/roco_references --out shards/roco
+    medvl shards medicat --root MEDICAT --radiology-only --out shards/medicat
     medvl shards mimic-cxr --root MIMIC-CXR --views PA AP --out shards/mimic-cxr"""
 prepare = pretraining_run("ptunifier_figures", MAKE_DATA)
 

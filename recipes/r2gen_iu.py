@@ -57,9 +57,9 @@ paper_mimic = dataclasses.replace(
     model=R2GenConfig(views=1, max_tokens=101),
     data=dataclasses.replace(
         paper.data,
-        train="shards/mimic-cxr/train",
-        valid=Path("shards/mimic-cxr/validate"),
-        tokenizer=Path("shards/mimic-cxr/words"),
+        train="shards/r2gen-mimic/train",
+        valid=Path("shards/r2gen-mimic/validate"),
+        tokenizer=Path("shards/r2gen-mimic/words"),
     ),
     optim=dataclasses.replace(paper.optim, schedule=StepDecay(factor=0.8)),
     train=dataclasses.replace(paper.train, run_dir=Path("runs/r2gen-mimic"), epochs=30),
@@ -102,7 +102,9 @@ tiny = Recipe(
 )
 PRESETS = {"paper": paper, "paper-mimic": paper_mimic, "tiny": tiny}
 MAKE_DATA = """medvl shards r2gen-annotation --root iu_xray --out shards/iu-xray --short-side 256
-    medvl vocab shards/iu-xray/train shards/iu-xray/words --kind words --min-frequency 3"""
+    medvl vocab shards/iu-xray/train shards/iu-xray/words --kind words --min-frequency 3
+    medvl shards r2gen-annotation --root mimic_cxr --out shards/r2gen-mimic --short-side 256         # paper-mimic
+    medvl vocab shards/r2gen-mimic/train shards/r2gen-mimic/words --kind words --min-frequency 10    # paper-mimic"""
 PHANTOM = """medvl phantom quickstart
     medvl train convirt tiny
     medvl phantom openi --out quickstart/openi --patients 1200 --size 160

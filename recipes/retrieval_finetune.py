@@ -70,7 +70,7 @@ tiny = Recipe(
 
 PRESETS = {"paper": paper, "tiny": tiny}
 MAKE_DATA = """Make the shards first:
-    medvl shards roco --root ROCO --out shards/roco
+    medvl shards roco --root ROCO --splits repaired --out shards/roco
 Without any data, on the phantom corpus:
     medvl phantom quickstart
     medvl train convirt tiny

@@ -58,8 +58,8 @@ paper = ZeroShotRecipe(
     ),
     pretrained=True,
     data=DataConfig(
-        train="shards/mimic-cxr/train",
-        valid=Path("shards/mimic-cxr/validate"),
+        train="shards/mimic-cxr-320/train",
+        valid=Path("shards/mimic-cxr-320/validate"),
         text=WholeText(sections=("impression",), missing="literal"),
         image=EvalTransform(size=224, fit="pad", stored_size=320),
     ),
@@ -103,7 +103,11 @@ continued = dataclasses.replace(
         positives="either",
     ),
     data=dataclasses.replace(
-        paper.data, text=TextOrLabels(text=SectionOrStatement()), image=EvalTransform(size=512, fit="pad")
+        paper.data,
+        train="shards/mimic-cxr-all/train",
+        valid=Path("shards/mimic-cxr-all/validate"),
+        text=TextOrLabels(text=SectionOrStatement()),
+        image=EvalTransform(size=512, fit="pad"),
     ),
     optim=dataclasses.replace(paper.optim, weight_decay=1e-4, schedule=Cosine(warmup_steps=27)),
     train=dataclasses.replace(
@@ -127,7 +131,8 @@ continued_clip = dataclasses.replace(
 )
 
 PRESETS = {"paper": paper, "continued": continued, "continued-clip": continued_clip, "tiny": tiny}
-MAKE_DATA = "medvl shards mimic-cxr --root MIMIC-CXR --out shards/mimic-cxr --short-side 320"
+MAKE_DATA = """medvl shards mimic-cxr --root MIMIC-CXR --out shards/mimic-cxr-320 --short-side 320
+    medvl shards mimic-cxr --root MIMIC-CXR --out shards/mimic-cxr-all          # presets continued, continued-clip"""
 prepare = zero_shot_run("siglip_mimic", MAKE_DATA, ZeroShotEval)
 
 if __name__ == "__main__":

@@ -55,7 +55,8 @@ tiny = Recipe(
 )
 
 PRESETS = {"paper": paper, "tiny": tiny}
-MAKE_DATA = "medvl shards mimic-cxr --root MIMIC-CXR --views PA AP --out shards/mimic-cxr-frontal"
+MAKE_DATA = """medvl shards mimic-cxr --root MIMIC-CXR --views PA AP --out shards/mimic-cxr-frontal
+    medvl vocab shards/mimic-cxr-frontal/train vocab/mimic --size 30522 --max-tokens 40"""
 prepare = pretraining_run("vilt_mimic", MAKE_DATA)
 
 if __name__ == "__main__":
