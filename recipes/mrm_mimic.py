@@ -15,8 +15,9 @@ of a super-resolution head, and masks entities and their neighbours first, where
 alone, 0.75 of the entities and 0.7 of the others. `maco` crops as MRM does; its authors rotate by up to 20 degrees and
 scale by 0.8 to 1.2.
 
-Goals on MIMIC-CXR, fine-tuned on 1, 10 and 100 % (`medvl train linear_probe finetune --data.fraction 0.01` on your shards), the published figures:
-AUROC of ChestX-ray14 0.79, 0.84 and 0.86, of CheXpert 0.89 at each. About 5 EFLOP: five hours of an H200.
+Goals on MIMIC-CXR, fine-tuned on 1, 10 and 100 % (`medvl train linear_probe finetune --data.fraction 0.01` on your
+shards), the published figures: AUROC of ChestX-ray14 0.79, 0.84 and 0.86, of CheXpert 0.89 at each. About 5 EFLOP: five
+hours of an H200.
 
 Preset `tiny`: a small ViT on the phantom; the loss says little, probe the encoder (`medvl train linear_probe`).
 """
