@@ -6,9 +6,8 @@ import numpy as np
 
 from medvl.data.loading.sources import Source
 from medvl.data.loading.subset import Subset
+from medvl.data.views import frontal_or_lateral
 from medvl.errors import ImageError
-
-_LATERAL = ("LATERAL", "LL", "RL")
 
 
 class StudySource(Subset):
@@ -23,7 +22,7 @@ class StudySource(Subset):
         for position in range(len(source)):
             sample = source.sample(position)
             number = sample.extra.get("image_number", 0)
-            lateral = sample.view is not None and sample.view.upper().startswith(_LATERAL)
+            lateral = frontal_or_lateral(sample.view) == "lateral"
             order = (number if isinstance(number, int) else 0, lateral, position)
             studies[sample.patient, sample.study].append(order)
         ordered = sorted(_first_and_others(sorted(images)) for images in studies.values())

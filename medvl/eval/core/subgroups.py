@@ -9,18 +9,10 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from medvl.data.views import frontal_or_lateral
 from medvl.schema import Sample
 
-_LATERAL = ("LATERAL", "LL", "RL", "LLD", "RLD")
-_FRONTAL = ("FRONTAL", "PA", "AP")
 _AGE_BANDS = ((40, "under 40"), (60, "40-59"), (80, "60-79"))
-
-
-def _view(sample: Sample) -> str | None:
-    words = (sample.view or "").upper().split()
-    if any(word in _LATERAL for word in words):
-        return "lateral"
-    return "frontal" if any(word in _FRONTAL for word in words) else None
 
 
 def _projection(sample: Sample) -> str | None:
@@ -35,7 +27,7 @@ def _age_band(sample: Sample) -> str | None:
 
 
 ATTRIBUTES: Mapping[str, Callable[[Sample], str | None]] = {
-    "view": _view,
+    "view": lambda sample: frontal_or_lateral(sample.view),
     "projection": _projection,
     "sex": lambda sample: sample.sex,
     "age": _age_band,
