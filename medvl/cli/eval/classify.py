@@ -12,9 +12,9 @@ def classify(shared: EvalOptions, label: LabelOptions, *, valid: Path | None = N
     Args:
         valid: folder of shards of other patients, on which thresholds are chosen; without it, no yes/no metrics.
     """
-    from medvl.data.shards.source import ShardSource
     from medvl.eval.classification import evaluate
     from medvl.eval.classification.page import write_classification_page
+    from medvl.eval.core.open import open_source
     from medvl.models import LabelModel
 
     checkpoint, advice = shared.checkpoint, "train a classifier on it with recipes/linear_probe.py"
@@ -22,7 +22,7 @@ def classify(shared: EvalOptions, label: LabelOptions, *, valid: Path | None = N
     result = evaluate.classify(
         model,
         read(source),
-        valid_loader=None if valid is None else read(ShardSource(valid)),
+        valid_loader=None if valid is None else read(open_source(valid, [checkpoint])),
         policy=label.policy(),
         threshold_rule=label.threshold_rule,
         resamples=shared.resamples,

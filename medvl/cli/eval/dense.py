@@ -28,14 +28,14 @@ def detection(
             voc adds a pixel to widths and has its own matching and recalls.
         examples: images with boxes on the page, and as many without.
     """
-    from medvl.data.shards.source import ShardSource
+    from medvl.eval.core.open import open_source
     from medvl.eval.dense.detection import box_detection
     from medvl.eval.dense.detection_page import write_detection_page
     from medvl.models import Detector
 
     checkpoint = shared.checkpoint
     model, source, read = open_evaluation(shared, Detector, _ADVICE.format("detector", checkpoint, "detection"))
-    valid_loader = None if valid is None else read(ShardSource(valid))
+    valid_loader = None if valid is None else read(open_source(valid, [checkpoint]))
     result = box_detection(
         model,
         read(source),
@@ -72,7 +72,7 @@ def segmentation(
         examples: images with a mask on the page, and as many without.
     """
     from medvl.data.loading.subset import OtherTexts
-    from medvl.data.shards.source import ShardSource
+    from medvl.eval.core.open import open_source
     from medvl.eval.dense.segmentation import mask_segmentation
     from medvl.eval.dense.segmentation_page import write_segmentation_page
     from medvl.models import MaskModel
@@ -86,7 +86,7 @@ def segmentation(
         model,
         read(source),
         other_texts={_TEXTS[name]: read(OtherTexts(source, name)) for name in compared},
-        valid_loader=None if valid is None else read(ShardSource(valid)),
+        valid_loader=None if valid is None else read(open_source(valid, [checkpoint])),
         empty=empty,
         side=side,
         resamples=shared.resamples,

@@ -34,7 +34,7 @@ def zero_shot_masks(
         side: longer side of the images in which masks are compared; default: the published size.
         examples: images with a mask on the page, and as many without.
     """
-    from medvl.data.shards.source import ShardSource
+    from medvl.eval.core.open import open_source
     from medvl.eval.dense.segmentation_page import write_segmentation_page
     from medvl.eval.zero_shot_masks import evaluate
     from medvl.models import DualEncoder
@@ -44,7 +44,7 @@ def zero_shot_masks(
     result = evaluate.evaluate_zero_shot_masks(
         model,
         read(source),
-        valid_loader=None if valid is None else read(ShardSource(valid)),
+        valid_loader=None if valid is None else read(open_source(valid, [checkpoint])),
         labels=labels,
         maps=maps,
         scale=scale,

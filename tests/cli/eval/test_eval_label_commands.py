@@ -1,7 +1,9 @@
 """`medvl eval probe`, `classify`, `class-retrieval` and `make-retrieval-list`, on shards and checkpoints on disk."""
 
+import dataclasses
 import json
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -11,6 +13,8 @@ from helpers.two_ranks import run_two_ranks
 
 import medvl
 from medvl.cli import main as cli
+from medvl.cli.eval import classify, dense, zero_shot_masks
+from medvl.data.shards.source import ShardSource
 from medvl.data.tokenizer.tokenizer import train_wordpiece
 from medvl.eval import RetrievalList, read_results
 from medvl.models import create_classifier
@@ -113,6 +117,24 @@ def test_classify_writes_results_and_page(home: Path, capsys: pytest.CaptureFixt
     text = error_text(["eval", "classify", "--checkpoint", str(home / "run" / "best"), *data], capsys)
     assert "is a convirt" in text
     assert "recipes/linear_probe.py" in text
+
+
+@pytest.mark.parametrize(
+    ("task", "module"),
+    [("classify", classify), ("detection", dense), ("segmentation", dense), ("zero-shot-masks", zero_shot_masks)],
+)
+def test_thresholds_are_not_chosen_on_training_patients(
+    home: Path, tmp_path: Path, task: str, module: ModuleType, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    shards, checkpoint = home / "shards", tmp_path / "best"
+    trained = dataclasses.asdict(ShardSource(shards / "train").manifest)
+    checkpoint.mkdir()
+    save(medvl.load(home / "labels" / "best"), checkpoint, {"train_manifest": trained})
+    model, source = SimpleNamespace(name="any", tokenizer=None), ShardSource(shards / "test")
+    monkeypatch.setattr(module, "open_evaluation", lambda *_, **__: (model, source, lambda each: each))
+    paths = ["--checkpoint", str(checkpoint), "--data", str(shards / "test"), "--valid", str(shards / "train")]
+    assert "was trained on patients of" in error_text(["eval", task, *paths], capsys)
 
 
 def test_class_retrieval_uses_list_of_make_retrieval_list(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
