@@ -44,7 +44,7 @@ def calibrate(
     from medvl.eval.zero_shot_classification.prompts import load_prompts
 
     prompt_set, source = load_prompts(prompts), open_source(data, [checkpoint])
-    common_classes(prompt_set, source)
+    common_classes(prompt_set.for_labels(source.label_names), source)
     (model,) = load_ensemble([checkpoint], shared.device)
     result = fit.calibrate(
         model,

@@ -80,7 +80,7 @@ def robustness(
     model, source, read = open_evaluation(shared, kind, _ADVICE, text=not splits)
     folder = shared.folder(shared.checkpoint, "robustness_probe" if splits else "robustness")
     probe = _probe(model, read, splits, folder.parent / "features", label) if splits else None
-    default = sets[0].name if sets else default_prompts(model)
+    first = sets[0].name if sets else default_prompts(model)
     result = evaluate_robustness(
         model,
         source,
@@ -88,7 +88,7 @@ def robustness(
         prompts=sets,
         sites={name: open_source(path, [shared.checkpoint]) for name, path in _named(sites).items()},
         outside={name: open_source(path) for name, path in _named(outside).items()},
-        calibration=None if splits else _calibration(calibration, shared.checkpoint, default),
+        calibration=None if splits else _calibration(calibration, shared.checkpoint, first),
         probe=probe,
         settings=RobustnessSettings(
             corruptions=corruptions, made_up=made_up, policy=label.policy(), resamples=shared.resamples, seed=seed
@@ -122,19 +122,8 @@ def _named(folders: tuple[Path, ...]) -> dict[str, Path]:
 
 
 def _calibration(path: Path | None, checkpoint: Path, prompts: str) -> "Calibration | None":
-    """Return the calibration of a checkpoint and its prompts; None if there is none and none is named.
-
-    Raises EvaluationError for a file of other weights or prompts.
-    """
-    from medvl.errors import EvaluationError
-    from medvl.eval.core.results import checkpoint_sha256
+    """Return the calibration of a file, or that beside the checkpoint for its prompts; None if there is none."""
     from medvl.eval.zero_shot_classification.calibration import calibration_path, read_calibration
 
     default = calibration_path(checkpoint, prompts)
-    if path is None and not default.is_file():
-        return None
-    found = read_calibration(path or default)
-    if found.prompts != prompts or found.checkpoint_sha256 != checkpoint_sha256(checkpoint):
-        message = f"{path or default} belongs to another checkpoint or to the prompts {found.prompts!r}"
-        raise EvaluationError(f"{message}; run medvl eval calibrate again", "mismatch", field="calibration")
-    return found
+    return read_calibration(path or default) if path is not None or default.is_file() else None

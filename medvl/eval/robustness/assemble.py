@@ -52,6 +52,7 @@ def assemble(scores: Scores, policy: LabelPolicy, smallest: int, calibration: Ca
         "patients": len(set(clean.patients)),
         "unreadable": dict(clean.unreadable),
         "left_out": dict(scores.left_out),
+        "not_scored": {name: list(sets) for name, sets in scores.scorer.not_scored.items()},
         "not_evaluable": [name for index, name in enumerate(names) if index not in evaluable],
         "sites": {name: len(images.samples) for name, (_, images) in scores.sites.items()},
         "outside": {name: len(images.samples) for name, images in scores.outside.items()},

@@ -1,6 +1,6 @@
 """Robustness of a dual-encoder, fusion-encoder, classifier or linear probe, in one evaluation under one bootstrap.
 
-Protocol "robustness", version 1. The tests depend on what a model scores: findings (a dual-encoder by prompts, a
+Protocol "robustness", version 2. The tests depend on what a model scores: findings (a dual-encoder by prompts, a
 classifier), texts compared with images (a dual-encoder by similarity, a fusion-encoder by the log-odds of a match), or
 both.
 
@@ -12,7 +12,8 @@ both.
   `medvl eval calibrate`.
 * Prompts: the macro AUROC under several named prompt sets, and under paraphrases of one statement and its denial
   (`sentences.PARAPHRASES`); "auroc_gap" is the best minus the worst set, chosen on all images, "auroc_sd" the standard
-  deviation over the sets.
+  deviation over the sets. Findings are those that every named set has sentences of (`PromptSet.for_labels`), here and
+  in all tests; "not_scored" lists the other labels of the data, with the sets that lack them.
 * Corruptions: macro AUROC and "above_other" of images under noise, blur, another contrast, crops, rotations and
   burned-in marks at five strengths each (`image_versions`), their means, and the paired changes from the clean images.
 * Negation: an image of a finding should prefer "There is X." to "There is no X.", an image without it the reverse. Per
@@ -41,6 +42,7 @@ import torch
 
 from medvl.data.loading.sources import Source
 from medvl.data.splits import check_disjoint
+from medvl.errors import EvaluationError
 from medvl.eval.classification.label_policy import LabelPolicy
 from medvl.eval.core.full_pass import samples_by_key
 from medvl.eval.core.metric_rows import measure
@@ -57,7 +59,7 @@ from medvl.eval.zero_shot_classification.prompts import PromptSet, default_promp
 from medvl.models.base import System
 from medvl.models.eval_mode import evaluating
 
-PROTOCOL, PROTOCOL_VERSION = "robustness", 1
+PROTOCOL, PROTOCOL_VERSION = "robustness", 2
 MORE_PROMPTS = ("chexpert_pairs", "chexzero_template")
 """Prompt sets that are tested behind the model's own, where none are named."""
 
@@ -137,12 +139,16 @@ def evaluate_robustness(
         checkpoint: directory or file whose hash is recorded in the results.
 
     Raises ConfigError if the model scores neither findings nor pairs, and EvaluationError if the data has neither
-    labels of the model's findings nor texts, if images are missing, or if scores are not finite. Raises SplitError if
-    the probe was fitted to patients of the data or the sites.
+    labels of the model's findings nor texts, if images are missing, if scores are not finite, or if the calibration was
+    fitted with another content of the first prompt set or another checkpoint. Raises SplitError if the probe was fitted
+    to patients of the data or the sites.
     """
     settings, sites, outside = settings or RobustnessSettings(), sites or {}, outside or {}
     named = prompts or (default_prompts(model), *MORE_PROMPTS)
     sets = [one if isinstance(one, PromptSet) else load_prompts(one) for one in named]
+    weights = None if checkpoint is None else checkpoint_sha256(checkpoint)
+    if calibration is not None:
+        _check_calibration(calibration, sets[0], weights)
     with evaluating(model):
         if probe is None:
             scorer = make_scorer(model, sets, source.label_names, settings.autocast)
@@ -159,7 +165,7 @@ def evaluate_robustness(
             seed=settings.seed,
         )
     inputs = {
-        "checkpoint": None if checkpoint is None else checkpoint_sha256(checkpoint),
+        "checkpoint": weights,
         "manifest": source.fingerprint,
         **_describe_inputs(sets if scorer.prompt_sets else (), sites, outside, probe),
     }
@@ -167,6 +173,18 @@ def evaluate_robustness(
         assemble(scores, settings.policy, settings.smallest_subgroup, calibration), settings, scorer, inputs
     )
     return RobustnessResult(results=results, scores=scores)
+
+
+def _check_calibration(calibration: Calibration, prompts: PromptSet, checkpoint: str | None) -> None:
+    """Raise EvaluationError for a calibration of other prompts, or of another checkpoint than this hash, if known."""
+    expected = {"prompts": prompts.sha256, "checkpoint": checkpoint}
+    for name, sha256 in expected.items():
+        if sha256 not in (None, getattr(calibration, f"{name}_sha256")):
+            message = (
+                f"the calibration, made with the prompts {calibration.prompts!r}, is of another {name} than this "
+                f"evaluation, whose first prompts are {prompts.name!r}"
+            )
+            raise EvaluationError(f"{message}; run medvl eval calibrate again", "mismatch", field="calibration")
 
 
 def _measure(tests: Tests, settings: RobustnessSettings, scorer: Scorer, inputs: Mapping[str, str | None]) -> Results:

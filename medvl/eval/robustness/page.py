@@ -47,6 +47,8 @@ def write_robustness_page(
     if pixels is not None and "corruptions" not in details["left_out"]:
         sections += _pictures(result, pixels, examples)
     left_out = [(f"Without {name}", reason) for name, reason in details["left_out"].items()]
+    if details["not_scored"]:
+        left_out.append(("Labels without sentences in every prompt set", ", ".join(details["not_scored"])))
     page = Page(
         title=f"Robustness: {header.model}",
         subtitle=f"{header.data}: {details['images']:,} images of {details['patients']:,} patients",

@@ -34,7 +34,9 @@ class Scorer(abc.ABC):
     other methods it has, and those that it does not have raise NotImplementedError.
 
     Attributes:
-        names: findings that are scored; empty for a model without `findings`.
+        names: findings that are scored, without No Finding; empty for a model without `findings`.
+        not_scored: label of the data -> names of the prompt sets without sentences of it, because of which it is not in
+            `names`.
         probabilities: whether scores of findings are probabilities.
         prompt_sets: names of the prompt sets, the paraphrases last; the first one scores the findings. Empty for a
             model without `prompts`.
@@ -46,6 +48,7 @@ class Scorer(abc.ABC):
     """
 
     names: tuple[str, ...] = ()
+    not_scored: Mapping[str, tuple[str, ...]] = {}
     probabilities: bool = False
     prompt_sets: tuple[str, ...] = ()
     named_sets: int = 0
@@ -90,18 +93,27 @@ class Scorer(abc.ABC):
 
 
 class ClassifierScorer(Scorer):
-    """Probabilities of a classifier."""
+    """Probabilities of a classifier, for the labels that are findings.
+
+    Args:
+        model: the classifier.
+        labels: labels of the data.
+    """
 
     probabilities = True
     confidence_is = "largest probability of a finding"
 
-    def __init__(self, model: LabelModel, names: Sequence[str]) -> None:
-        self.model, self.names, self.reads_text = model, tuple(names), model.tokenizer is not None
-        self._columns = [model.config.labels.index(name) for name in names]
+    def __init__(self, model: LabelModel, labels: Sequence[str]) -> None:
+        self.model, self.reads_text = model, model.tokenizer is not None
+        findings = [name for name in model.config.labels if name != NO_FINDING]
+        self.names = tuple(name for name in findings if name in labels)
+        self._findings = [model.config.labels.index(name) for name in findings]
+        self._columns = [findings.index(name) for name in self.names]
 
     def encode(self, batch: Batch) -> Tensor:
-        """Return the probabilities of all labels of the model."""
-        return self.model.probabilities(batch.to(self.model.device, non_blocking=True)).double().cpu()
+        """Return the probabilities of all findings of the model."""
+        probability_BL = self.model.probabilities(batch.to(self.model.device, non_blocking=True))
+        return probability_BL[:, self._findings].double().cpu()
 
     def confidence(self, images: Tensor, statement_BS: Tensor | None = None) -> Tensor:
         """See the base class."""
@@ -144,7 +156,7 @@ class DualScorer(Scorer):
     Args:
         model: the model.
         prompts: the named prompt sets.
-        names: findings that all of them have, without No Finding.
+        labels: labels of the data; those that all prompt sets have sentences of are scored, without No Finding.
         autocast: dtype of the image encoder.
 
     Raises ConfigError for prompts whose scores depend on the other images of the test set.
@@ -154,8 +166,12 @@ class DualScorer(Scorer):
     confidence_is = "largest similarity with a statement about a finding or its denial"
 
     def __init__(
-        self, model: DualEncoder, prompts: Sequence[PromptSet], names: Sequence[str], autocast: torch.dtype | None
+        self, model: DualEncoder, prompts: Sequence[PromptSet], labels: Sequence[str], autocast: torch.dtype | None
     ) -> None:
+        prompts = [one.for_labels(labels) for one in prompts]
+        lacking = {name: tuple(one.name for one in prompts if name not in one.classes) for name in labels}
+        self.not_scored = {name: sets for name, sets in lacking.items() if sets and name != NO_FINDING}
+        names = [name for name in prompts[0].classes if lacking.get(name) == () and name != NO_FINDING]
         self.model, self.names, self._autocast = model, tuple(names), autocast
         self.statements = statements(names or FINDINGS)
         self._statements = embed_texts(model, _in_turn(self.statements))
@@ -250,10 +266,9 @@ def make_scorer(
     Raises ConfigError for a system that scores neither findings nor pairs, and for prompts that cannot be used.
     """
     if isinstance(model, LabelModel):
-        return ClassifierScorer(model, [name for name in model.config.labels if name in labels])
+        return ClassifierScorer(model, labels)
     if isinstance(model, DualEncoder):
-        common = [name for name in prompts[0].classes if all(name in one.classes for one in prompts)]
-        return DualScorer(model, prompts, [name for name in common if name in labels and name != NO_FINDING], autocast)
+        return DualScorer(model, prompts, labels, autocast)
     if isinstance(model, FusionModel):
         return FusionScorer(model, [name for name in FINDINGS if name in labels], autocast)
     message = (

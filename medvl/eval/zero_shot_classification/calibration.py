@@ -88,7 +88,7 @@ def calibrate(
     Args:
         model: a dual-encoder.
         loader: validation images with labels, opened for evaluation.
-        prompts: prompt set whose scores are probabilities.
+        prompts: prompt set whose scores are probabilities, with its `other_classes` for labels that it does not list.
         checkpoint: folder of the model.
         policy: conversion of uncertain and missing labels.
         data: description of the validation images.
@@ -99,7 +99,7 @@ def calibrate(
         message = f"{prompts.name!r} gives no probabilities to calibrate: its scoring is {prompts.scoring!r}"
         raise EvaluationError(message, "unsupported", field="prompts")
     policy = policy or LabelPolicy()
-    images = score_images(model, loader, prompts, policy)
+    images = score_images(model, loader, prompts.for_labels(loader.source.label_names), policy)
     findings, left_out = _fit_all(images)
     if not findings:
         reasons = "; ".join(f"{name}: {reason}" for name, reason in left_out.items())

@@ -21,7 +21,7 @@ from medvl.eval import LabelPolicy, RobustnessSettings, evaluate_robustness, wri
 from medvl.eval.compare.predictions import read_items
 from medvl.eval.core.metric_rows import MetricRow, measure
 from medvl.eval.core.publish import PageHeader
-from medvl.eval.core.results import Results, write_results
+from medvl.eval.core.results import Results, checkpoint_sha256, write_results
 from medvl.eval.robustness.assemble import assemble
 from medvl.eval.robustness.evaluate import RobustnessResult
 from medvl.eval.robustness.image_versions import (
@@ -33,8 +33,9 @@ from medvl.eval.robustness.image_versions import (
     made_up_versions,
 )
 from medvl.eval.robustness.passes import score_everything
-from medvl.eval.robustness.scorers import Scorer, make_scorer
+from medvl.eval.robustness.scorers import ClassifierScorer, Scorer, make_scorer
 from medvl.eval.robustness.sentences import PARAPHRASES, paraphrases, statements
+from medvl.eval.zero_shot_classification.calibration import Calibration
 from medvl.eval.zero_shot_classification.prompts import load_prompts
 from medvl.models import FusionModel, create_model
 from medvl.schema import COMPETITION_FINDINGS, Batch
@@ -264,7 +265,7 @@ def test_predictions_have_what_pairs_two_runs(tmp_path: Path) -> None:
     )
     rows = tuple(evaluate(MeanScorer(), ["blur"]).values())
     config = {"policy": dataclasses.asdict(LabelPolicy()), "smallest_subgroup": 5}
-    results = Results(protocol="robustness", protocol_version=1, rows=rows, config=config, inputs={})
+    results = Results(protocol="robustness", protocol_version=2, rows=rows, config=config, inputs={})
     write_results(results, tmp_path, RobustnessResult(results=results, scores=scores).predictions())
     items = read_items(tmp_path, results)
     assert items is not None
@@ -360,6 +361,64 @@ def test_scores_are_those_of_each_pair_alone(name: str) -> None:
         assert torch.allclose(scorer.findings(images), torch.sigmoid(margin_BL), atol=1e-4)
         with raises(ConfigError, "unsupported", "prompts"):
             make_scorer(model, [load_prompts("gloria_all")], COMPETITION_FINDINGS, None)
+
+
+def dual_encoder() -> Any:
+    torch.manual_seed(0)
+    towers = {"image_encoder": "resnet_tiny", "text_encoder": "tiny_bert", "tokenizer": tiny_tokenizer()}
+    return create_model("convirt", **towers, image_size=FUSION_SIDE, frozen_text_layers=0, projection_dim=8).eval()
+
+
+@torch.no_grad()
+def test_prompt_sets_score_labels_that_they_do_not_list() -> None:
+    labels, model = ("Edema", "Nodule", "No Finding"), dual_encoder()
+    alone = make_scorer(model, [load_prompts("statements")], labels, None)
+    assert (alone.names, alone.not_scored) == (("Edema", "Nodule"), {})
+    assert alone.statements["Nodule"] == ("There is nodule.", "There is no nodule.")
+    both = make_scorer(model, [load_prompts("statements"), load_prompts("chexpert_pairs")], labels, None)
+    assert (both.names, both.not_scored) == (("Edema",), {"Nodule": ("chexpert_pairs",)})
+    scores = score_everything(both, patients(4), Loader, versions=[], made_up=[], sites={}, outside={}, seed=0)
+    assert assemble(scores, LabelPolicy(), 5, None).details["not_scored"] == {"Nodule": ["chexpert_pairs"]}
+
+
+def test_no_finding_of_a_classifier_is_no_finding() -> None:
+    def probabilities(batch: Batch) -> Tensor:
+        return torch.tensor([[0.9, 0.2, 0.1], [0.0, 0.3, 0.7]])
+
+    model: Any = SimpleNamespace(
+        config=SimpleNamespace(labels=("No Finding", "Edema", "Pneumonia")), tokenizer=None,
+        device=torch.device("cpu"), probabilities=probabilities,
+    )  # fmt: skip
+    scorer = ClassifierScorer(model, ("Pneumonia", "No Finding"))
+    assert scorer.names == ("Pneumonia",)
+    batch: Any = SimpleNamespace(to=lambda *_, **__: batch)
+    images = scorer.encode(batch)
+    assert scorer.findings(images).flatten().tolist() == pytest.approx([0.1, 0.7])
+    assert scorer.confidence(images).tolist() == pytest.approx([0.2, 0.7])
+
+
+def test_a_calibration_of_other_prompts_or_weights_is_refused(tmp_path: Path) -> None:
+    checkpoint, prompts = tmp_path / "model.safetensors", load_prompts("chexpert_pairs")
+    checkpoint.write_bytes(b"weights")
+    calibration = Calibration(
+        prompts=prompts.name,
+        prompts_sha256=prompts.sha256,
+        checkpoint_sha256=checkpoint_sha256(checkpoint),
+        data={},
+        findings={},
+        left_out={},
+    )
+    for changed in ("prompts_sha256", "checkpoint_sha256"):
+        other = dataclasses.replace(calibration, **{changed: "0" * 64})
+        with raises(EvaluationError, "mismatch", "calibration"):
+            evaluate_robustness(
+                dual_encoder(), patients(4), Loader, prompts=[prompts], calibration=other, checkpoint=checkpoint
+            )
+    settings = RobustnessSettings(corruptions=(), made_up=(), resamples=0, smallest_subgroup=2)
+    evaluate_robustness(
+        dual_encoder(), patients(4), Loader, prompts=[prompts], calibration=calibration, checkpoint=checkpoint,
+        settings=settings,
+    )  # fmt: skip
 
 
 def test_a_fusion_encoder_has_a_page(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from medvl.cli import main as cli
 from medvl.data import train_wordpiece
 from medvl.errors import EvaluationError
 from medvl.eval.zero_shot_classification import calibration as fit
-from medvl.eval.zero_shot_classification.prompts import load_prompts
+from medvl.eval.zero_shot_classification.prompts import ClassPrompts, load_prompts
 
 PROMPTS = load_prompts("chexpert_pairs")
 
@@ -90,6 +90,15 @@ def test_findings_without_enough_images_or_reversed_are_left_out(tmp_path: Path)
     findings, left_out = fit._fit_all(fit.score_images(model, loader, PROMPTS.select(["Edema"]), fit.LabelPolicy()))
     assert not findings
     assert "likelier" in left_out["Edema"]
+
+
+def test_labels_that_the_prompts_do_not_list_are_calibrated(tmp_path: Path) -> None:
+    model, loader = labelled()
+    (tmp_path / "model.safetensors").write_bytes(b"weights")
+    others = ClassPrompts(positive=("There is {}.",), negative=("There is no {}.",))
+    one = dataclasses.replace(PROMPTS.select(["Edema"]), other_classes=others)
+    result = fit.calibrate(model, loader, one, checkpoint=tmp_path)
+    assert {*result.findings, *result.left_out} == {"Edema", "Fracture"}
 
 
 def test_only_probabilities_are_calibrated(tmp_path: Path) -> None:
