@@ -1,14 +1,15 @@
 """Report generation: generated reports against their references.
 
-Protocol "report_generation", version 1:
+Protocol "report_generation", version 2:
 
 * Every image with a reference is evaluated; an empty or truncated report stays in every denominator.
 * n-gram overlap (`nlg_metrics`) and clinical F1 (`clinical_f1`) compare complete, untruncated references.
 * Where images have labels, the findings of the generated reports are also compared with these ("against labels"), and
   so are the findings that the labeler reads in the references: what a perfect generator would score.
 * Reports of other decodings of the same model have the same rows, under the name of the decoding.
-* Baselines: the same rows with every image paired with the report that was generated for another image; and with the
-  one reference that overlaps most with all others (`constant_report`) for every image, the floor of n-gram overlap.
+* Baselines: the same rows with every image paired with the report that was generated for an image of another patient,
+  where there is one; and with the one reference that overlaps most with all others (`constant_report`) for every image,
+  the floor of n-gram overlap.
 * Intervals: the bootstrap resamples patients, with all their reports.
 """
 
@@ -29,14 +30,15 @@ from medvl.eval.report_generation.clinical_f1 import METRICS, Uncertain, clinica
 from medvl.eval.report_generation.nlg_metrics import MEANS, WITH_STOPS, overlap_metrics, report_scores, words
 
 OTHER_IMAGES = "baseline: other images"
-"""Subgroup of the rows in which every image has the report generated for another one: the score without the image."""
+"""Subgroup of the rows in which every image has the report generated for one of another patient: the score without the
+image."""
 ONE_REPORT = "baseline: one report"
 """Subgroup of the rows in which every image has the same report."""
 AGAINST_LABELS = "against labels"
 """Subgroup of the rows that compare findings with the labels of the images; others have it behind their name."""
 REFERENCE = "reference, against labels"
 """Subgroup of the rows that compare the labeler's reading of the references with the labels of the images."""
-PROTOCOL, PROTOCOL_VERSION = "report_generation", 1
+PROTOCOL, PROTOCOL_VERSION = "report_generation", 2
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -169,11 +171,10 @@ def _metric_groups(
 ) -> list[MetricGroup]:
     references = [report.reference for report in reports]
     decoded = {name: [report.generated for report in of_name] for name, of_name in {"": reports, **others}.items()}
-    far = len(reports) // 2  # because images of one study are adjacent
-    baselines = {
-        OTHER_IMAGES: [*decoded[""][far:], *decoded[""][:far]],
-        ONE_REPORT: [constant_report(references)] * len(reports),
-    }
+    baselines = {ONE_REPORT: [constant_report(references)] * len(reports)}
+    other = _other_patients([report.patient for report in reports])
+    if other is not None:
+        baselines = {OTHER_IMAGES: [decoded[""][index] for index in other], **baselines}
     found = {
         text: label_report(text) for texts in (references, *decoded.values(), *baselines.values()) for text in texts
     }
@@ -192,6 +193,20 @@ def _metric_groups(
             groups.append(clinical_metrics(positive(texts), labels_NL, subgroup=subgroup))
         groups.append(clinical_metrics(positive(references), labels_NL, subgroup=REFERENCE))
     return groups
+
+
+def _other_patients(patients: Sequence[str]) -> list[int] | None:
+    """Return for each image the index of one of another patient, None where all are of one patient.
+
+    It is the first at or after a distance of half of the images, around the end.
+    """
+    if len(set(patients)) < 2:
+        return None
+    count, others = len(patients), []
+    for index, patient in enumerate(patients):
+        steps = range(count // 2, count // 2 + count)
+        others.append(next(at for step in steps if patients[at := (index + step) % count] != patient))
+    return others
 
 
 def constant_report(references: Sequence[str], candidates: int = 256, most: int = 4000) -> str:

@@ -227,6 +227,33 @@ def test_constant_reports_score_the_same_as_the_other_images_baseline(pairs: lis
             np.testing.assert_equal(results.row(row.metric, row.target, OTHER_IMAGES).value, row.value)
 
 
+@pytest.mark.parametrize(
+    ("patients", "expected"),
+    [
+        ("abcd", [2, 3, 0, 1]),
+        ("aaab", [3, 3, 3, 1]),  # half of the images further is the same patient
+        ("abb", [1, 0, 0]),
+        ("ab", [1, 0]),
+        ("aaa", None),
+        ("a", None),
+    ],
+)
+def test_the_other_image_is_of_another_patient(patients: str, expected: list[int] | None) -> None:
+    references = ["Edema.", "Pneumonia.", "Fracture.", "Normal."][: len(patients)]
+    reports = [
+        dataclasses.replace(report, patient=patient)
+        for report, patient in zip(generated_reports(references, references), patients, strict=True)
+    ]
+    results = evaluate_reports(reports, resamples=0).results
+    rows = [row for row in results.rows if row.subgroup == OTHER_IMAGES]
+    assert bool(rows) == (expected is not None)
+    if expected is not None:
+        moved = [dataclasses.replace(report, generated=references[at]) for report, at in zip(reports, expected)]
+        same = evaluate_reports(moved, resamples=0).results
+        for row in rows:
+            np.testing.assert_equal(row.value, same.row(row.metric, row.target).value)
+
+
 def test_mbr_select_returns_the_text_with_most_agreement() -> None:
     effusion, edema = "There is a left pleural effusion.", "There is pulmonary edema."
     normal = "No acute cardiopulmonary abnormality."
