@@ -2,6 +2,7 @@
 
 import functools
 from pathlib import Path
+from typing import Literal
 
 from medvl.cli.eval.options import EvalOptions, open_evaluation, publish_result
 from medvl.errors import ConfigError
@@ -44,6 +45,8 @@ def make_retrieval_list(
     data: Path | None = None,
     per_class: int = 200,
     classes: tuple[str, ...] = (),
+    exclusive: Literal["all_labels", "classes"] = "all_labels",
+    views: Literal["frontal", "all"] = "frontal",
     seed: int = 0,
     chexpert_8x200: Path | None = None,
     salt_file: Path | None = None,
@@ -52,9 +55,13 @@ def make_retrieval_list(
 
     Args:
         out: file of the list.
-        data: folder of shards to sample from: images that show exactly one class, as in GLoRIA's 5x200.
+        data: folder of shards to sample from: images that show exactly one class. The defaults are the rule of GLoRIA's
+            5x200, whose images are not public.
         per_class: images per class.
         classes: class names; default the five of the CheXpert competition.
+        exclusive: labels of which an image has no other, positive or uncertain: all of the shards except No Finding, or the
+            classes.
+        views: frontal views (and images without a view), or all.
         seed: seed of the sampling.
         chexpert_8x200: folder of ConVIRT's published lists (image-retrieval/ and text-retrieval/), instead of --data.
         salt_file: salt file of the CheXpert shards; default $MEDVL_SALT_FILE or ~/.config/medvl/salt.
@@ -65,7 +72,14 @@ def make_retrieval_list(
     from medvl.schema import COMPETITION_FINDINGS
 
     if data is not None and chexpert_8x200 is None:
-        chosen = sample_list(open_source(data), classes=classes or COMPETITION_FINDINGS, per_class=per_class, seed=seed)
+        chosen = sample_list(
+            open_source(data),
+            classes=classes or COMPETITION_FINDINGS,
+            per_class=per_class,
+            seed=seed,
+            exclusive=exclusive,
+            views=views,
+        )
     elif chexpert_8x200 is not None and data is None:
         chosen = read_chexpert_8x200(chexpert_8x200, Deidentifier.from_file(salt_file or default_salt_file()))
     else:

@@ -14,17 +14,23 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
+from medvl.common.checks import check_choice
 from medvl.common.files import write_atomic
 from medvl.common.untrusted import ANYWHERE, parse_json
 from medvl.data.corpora.common.tables import check_columns, read_lines
 from medvl.data.corpora.labels import chexpert
 from medvl.data.privacy.deidentify import Deidentifier
+from medvl.data.views import frontal_or_lateral
 from medvl.errors import CorpusError, EvaluationError
+from medvl.eval.classification.label_policy import NO_FINDING
 from medvl.eval.core.interfaces import Source
 from medvl.schema import COMPETITION_FINDINGS, POSITIVE, UNCERTAIN, Sample
 
+Exclusive = Literal["all_labels", "classes"]
+"""Labels of which an image of a class must have no other: all of the source except No Finding, or the classes."""
+Views = Literal["frontal", "all"]
 Item = tuple[str, tuple[str, ...]]
 """A key or a text, and its classes."""
 
@@ -104,19 +110,35 @@ def sample_list(
     classes: Sequence[str] = COMPETITION_FINDINGS,
     per_class: int = 200,
     seed: int = 0,
+    exclusive: Exclusive = "all_labels",
+    views: Views = "frontal",
     name: str | None = None,
 ) -> RetrievalList:
-    """Sample images that have exactly one class, the same number for each (GLoRIA's 5x200 by default).
+    """Sample images that have exactly one class, the same number for each.
 
-    An image belongs to a class if its label is 1 and none of the other classes is 1 or uncertain. Of these, the first
-    `per_class` are taken in the order of a hash of (seed, key).
+    An image belongs to a class if its label is 1 and no other is 1 or uncertain. Of these, the first `per_class` are
+    taken in the order of a hash of (seed, key). The defaults are the rule of GLoRIA's 5x200 (`gloria/datasets/
+    preprocess_datasets.py`); the images that its authors drew are not public.
 
-    Raises EvaluationError if a class has too few images.
+    Args:
+        source: samples with labels.
+        classes: names of labels.
+        per_class: images per class.
+        seed: seed of the order.
+        exclusive: the labels that count as others: "all_labels" of the sample except No Finding, or the "classes".
+        views: "frontal" leaves out lateral and other views; images without a view count as frontal.
+        name: name of the list; default a description of the settings.
+
+    Raises EvaluationError if a class has too few images, or for an unknown rule.
     """
+    check_choice(exclusive, get_args(Exclusive), "exclusive", error=EvaluationError)
+    check_choice(views, get_args(Views), "views", error=EvaluationError)
     keys: dict[str, list[str]] = {name: [] for name in classes}
     for position in range(len(source)):
         sample = source.sample(position)
-        if label := _only_class(sample, classes):
+        if views == "frontal" and sample.view and frontal_or_lateral(sample.view) != "frontal":
+            continue
+        if label := _only_class(sample, classes, exclusive):
             keys[label].append(sample.key)
     short = {label: len(of_label) for label, of_label in keys.items() if len(of_label) < per_class}
     if short or not classes:
@@ -126,14 +148,19 @@ def sample_list(
     candidates = [
         (key, (label,)) for label, of_label in keys.items() for key in sorted(of_label, key=_order(seed))[:per_class]
     ]
+    rule = f"{views} views, exclusive among {exclusive.replace('_', ' ')}"
     return RetrievalList(
-        name=name or f"{len(classes)}x{per_class}, seed {seed}", classes=tuple(classes), candidates=tuple(candidates)
+        name=name or f"{len(classes)}x{per_class}, {rule}, seed {seed}",
+        classes=tuple(classes),
+        candidates=tuple(candidates),
     )
 
 
-def _only_class(sample: Sample, classes: Sequence[str]) -> str | None:
-    present = [name for name in classes if sample.labels.get(name) in (POSITIVE, UNCERTAIN)]
-    return present[0] if len(present) == 1 and sample.labels[present[0]] == POSITIVE else None
+def _only_class(sample: Sample, classes: Sequence[str], exclusive: Exclusive) -> str | None:
+    others = sample.labels.keys() - {NO_FINDING} if exclusive == "all_labels" else set[str]()
+    present = [name for name in {*classes, *others} if sample.labels.get(name) in (POSITIVE, UNCERTAIN)]
+    only = len(present) == 1 and present[0] in classes and sample.labels[present[0]] == POSITIVE
+    return present[0] if only else None
 
 
 def _order(seed: int) -> Any:

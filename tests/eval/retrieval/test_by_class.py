@@ -247,7 +247,7 @@ def test_invalid_list_is_refused(candidates, code) -> None:
 
 
 def test_sampled_list_has_images_with_exactly_one_class() -> None:
-    labels_NL = labelled(90)
+    labels_NL = labelled(150)
     labels_NL[:9] = 1  # all three
     labels_NL[9:18, 1:] = -1  # one class, the others uncertain
     source = make_source(labels_NL, NAMES)
@@ -262,6 +262,37 @@ def test_sampled_list_has_images_with_exactly_one_class() -> None:
     assert set(fewer.candidates) < set(candidates.candidates)
     with raises(EvaluationError, "empty", "per_class"):
         sample_list(source, classes=NAMES, per_class=100)
+
+
+def test_sampled_list_is_exclusive_over_all_labels_and_frontal_as_gloria_s() -> None:
+    """Five images of each class are exclusive and frontal; the others are not what GLoRIA's rule takes."""
+    labels = [{name: 1} for name in NAMES] * 5
+    labels[0] = {**labels[0], "No Finding": 1}  # no finding by GLoRIA's rule
+    labels[1] = {**labels[1], "Pneumonia": 0}
+    not_taken = [{"Edema": 1, "Pneumonia": 1}, {"Edema": 1, "Support Devices": 1}, {"Edema": 1, "Pneumonia": -1}]
+    source = make_source(np.zeros((len(labels) + 4, 0)), ())
+    source.samples = [
+        dataclasses.replace(sample, labels=of_image, view=view)
+        for sample, of_image, view in zip(
+            source.samples,
+            [*labels, *not_taken, {"Edema": 1}],
+            [*(["AP", "PA", "FRONTAL", "AP LLD", None] * 3), "AP", "AP", "AP", "LATERAL"],
+            strict=True,
+        )
+    ]
+    taken = [sample.key for sample in source.samples[: len(labels)]]
+    candidates = sample_list(source, classes=NAMES, per_class=5)
+    assert sorted(key for key, _ in candidates.candidates) == sorted(taken)
+    with raises(EvaluationError, "empty", "per_class"):
+        sample_list(source, classes=NAMES, per_class=6)
+    for settings, edema in (({"exclusive": "classes"}, 8), ({"views": "all"}, 6), ({}, 5)):
+        found = sample_list(source, classes=["Edema"], per_class=edema, **settings)
+        assert len(found.candidates) == edema
+        with raises(EvaluationError, "empty", "per_class"):
+            sample_list(source, classes=["Edema"], per_class=edema + 1, **settings)
+    names = {sample_list(source, classes=NAMES, per_class=1, **one).name
+             for one in ({}, {"exclusive": "classes"}, {"views": "all"})}  # fmt: skip
+    assert len(names) == 3
 
 
 def write_8x200(root: Path) -> Path:
