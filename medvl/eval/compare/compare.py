@@ -22,6 +22,7 @@ import numpy as np
 
 from medvl.errors import EvaluationError
 from medvl.eval.compare.predictions import Items, read_items, with_subgroups
+from medvl.eval.compare.readers import READERS, Reader
 from medvl.eval.core.bootstrap import bootstrap
 from medvl.eval.core.curves import RocCurve, roc_curve
 from medvl.eval.core.metric_rows import MetricRow
@@ -155,8 +156,8 @@ def compare(runs: Sequence[Run], *, force: bool = False, resamples: int = 1000, 
         if isinstance(paired, str):
             notes.append(f"{run.name} is not paired with {runs[0].name}: {paired}")
         differences.append({} if isinstance(paired, str) else paired)
-    if any(differences) and items[0] is not None and items[0].groups is None:
-        notes.append("predictions without patients: items are resampled independently, so intervals are too narrow")
+    if any(differences) and items[0] is not None:
+        notes += _unit_notes(items[0], READERS[runs[0].results.protocol])
     ordered = sorted((row for run in runs for row in run.results.rows), key=row_order)
     return Comparison(
         runs=tuple(runs),
@@ -165,6 +166,14 @@ def compare(runs: Sequence[Run], *, force: bool = False, resamples: int = 1000, 
         curves=_curves(runs, items),
         notes=tuple(notes),
     )
+
+
+def _unit_notes(items: Items, reader: Reader) -> list[str]:
+    """Return a note where the items name no patients, or another group than the current version resamples."""
+    if items.unit == reader.group:
+        return []
+    resampled = "items are resampled independently" if items.unit is None else f"each {items.unit} is resampled with all its items"
+    return [f"predictions without {reader.group}s: {resampled}, so intervals are too narrow"]
 
 
 def row_order(row: MetricRow) -> int:

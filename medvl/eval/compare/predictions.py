@@ -18,7 +18,7 @@ import numpy as np
 
 from medvl.common.untrusted import parse_json
 from medvl.errors import EvaluationError
-from medvl.eval.compare.readers import READERS, Line, Ranked, Reader
+from medvl.eval.compare.readers import READERS, Line, Ranked, Reader, at_items
 from medvl.eval.core.metric_rows import MetricGroup, measure, ranking_metrics
 from medvl.eval.core.metrics import Array
 from medvl.eval.core.results import Results
@@ -36,8 +36,10 @@ class Items:
     """Items of a run, ordered by name, with the metrics over them."""
 
     names: tuple[tuple[Any, ...], ...]
+    unit: str | None
+    """Field of the bootstrap group, such as "patient"; None if the lines have none and items are resampled."""
     groups: tuple[Any, ...] | None
-    """Bootstrap group (patient or text) of each item; None if the lines have none and items are resampled."""
+    """Bootstrap group of each item; None without a `unit`."""
     metric_groups: tuple[MetricGroup, ...]
     scores: tuple[tuple[str, Array, Array], ...] = ()
     """(class, scores_N, labels_N) of each class, for ROC curves."""
@@ -75,10 +77,12 @@ def read_items(folder: Path, results: Results) -> Items | None:
             ((tuple(line[field] for field in reader.item), line) for line in lines), key=lambda pair: pair[0]
         )
         names, lines = tuple(name for name, _ in named), [line for _, line in named]
-        groups = tuple(line[reader.group] for line in lines) if all(reader.group in line for line in lines) else None
+        fields = [field for field in (reader.group, reader.earlier_group) if field is not None]
+        unit = next((field for field in fields if all(field in line for line in lines)), None)
+        groups = None if unit is None else tuple(line[unit] for line in lines)
         ranked = reader.ranked(lines, results)
         scores = () if ranked is None else tuple(ranked.columns())
-        items = Items(names, groups, tuple(_metric_groups(reader, lines, results, ranked)), scores)
+        items = Items(names, unit, groups, tuple(_metric_groups(reader, lines, results, ranked)), scores)
     except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
         message = f"{path} is not a predictions file of {results.protocol} ({type(error).__name__})"
         raise EvaluationError(message, "malformed") from error
@@ -125,14 +129,8 @@ def _within(group: MetricGroup, rows: Sequence[int], subgroup: str, smallest: in
         if not row.subgroup and row.n >= smallest and (row.n_positive is None or row.n_positive >= smallest)
     ]
 
-    def statistic(counts_NR: Array) -> Array:
-        drawn_NR = counts_NR[rows]
-        any_R = drawn_NR.sum(axis=0) > 0
-        values_RK = group.statistic(np.where(any_R, drawn_NR, 1.0))
-        return np.where(any_R[:, None], values_RK, np.nan)
-
     named = [dataclasses.replace(row, subgroup=subgroup) for row in group.rows]
-    return _columns(MetricGroup(named, statistic), kept)
+    return _columns(MetricGroup(named, at_items(group, rows).statistic), kept)
 
 
 def _columns(group: MetricGroup, chosen: Sequence[int]) -> MetricGroup:

@@ -73,6 +73,8 @@ class Reader:
     """Fields that identify an item."""
     group: str = "patient"
     """Field of the bootstrap group."""
+    earlier_group: str | None = None
+    """Field of the bootstrap group in lines of earlier versions, which do not have `group`."""
     needs: tuple[str, ...] = ()
     """Fields that lines of earlier versions do not have."""
     metric_groups: Callable[[Lines, Results], list[MetricGroup]] = lambda lines, results: []
@@ -113,17 +115,24 @@ def _grounding(lines: Lines, results: Results) -> list[MetricGroup]:
 
 
 def _retrieval(lines: Lines, results: Results) -> list[MetricGroup]:
-    """Return the metrics of images, and of the texts of these images."""
+    """Return the metrics of images, and of the texts of these images, each drawn with its first image."""
     _, first_M = np.unique([line["text"] for line in lines], return_index=True)
     image_rank_N, text_rank_N = (np.array([int(line[field]) for line in lines]) for field in ("rank", "text_rank"))
     ks: list[int] = results.config["ks"]
     of_texts = rank_groups(text_rank_N[first_M], ks, "text_to_image")
-    return [*rank_groups(image_rank_N, ks, "image_to_text"), *(_at(group, first_M) for group in of_texts)]
+    return [*rank_groups(image_rank_N, ks, "image_to_text"), *(at_items(group, first_M) for group in of_texts)]
 
 
-def _at(group: MetricGroup, index_M: np.ndarray) -> MetricGroup:
-    """Return a group over some of the items: texts are drawn with their images, so that the first one's count holds."""
-    return MetricGroup(group.rows, lambda counts_NR: group.statistic(counts_NR[index_M]))
+def at_items(group: MetricGroup, index_M: Sequence[int] | np.ndarray) -> MetricGroup:
+    """Return a group over some of the items for all items; NaN in resamples without any of them."""
+
+    def statistic(counts_NR: Array) -> Array:
+        drawn_MR = counts_NR[index_M]
+        any_R = drawn_MR.sum(axis=0) > 0
+        values_RK = group.statistic(np.where(any_R, drawn_MR, 1.0))
+        return np.where(any_R[:, None], values_RK, np.nan)
+
+    return MetricGroup(group.rows, statistic)
 
 
 def _answers(lines: Lines, results: Results) -> list[MetricGroup]:
@@ -174,7 +183,7 @@ def _detection(lines: Lines, results: Results) -> list[MetricGroup]:
     thresholds = results.details["thresholds"]
     known = None if thresholds is None else {label: _number(thresholds[label]) for label in labels}
     images = [read_detections(lines[index], labels) for index in order_N]
-    return [_at(group, order_N) for group in detection_groups(images, labels, APConvention(**convention), known)]
+    return [at_items(group, order_N) for group in detection_groups(images, labels, APConvention(**convention), known)]
 
 
 def _change(lines: Lines, results: Results) -> list[MetricGroup]:
@@ -207,7 +216,7 @@ def _class_precision(lines: Lines, results: Results) -> list[MetricGroup]:
         for k in results.config["ks"]:
             found = [lines[row]["precision"][str(k)] for row in rows_Q]
             values_QL = np.array([[_number(of_query.get(name)) for name in names] for of_query in found])
-            groups.append(_at(precision_metrics(k, values_QL, names, direction), rows_Q))
+            groups.append(at_items(precision_metrics(k, values_QL, names, direction), rows_Q))
     return groups
 
 
@@ -221,7 +230,7 @@ def _generated(lines: Lines, results: Results) -> list[MetricGroup]:
     for name in dict.fromkeys(set_N.tolist()):
         rows_N = np.flatnonzero(set_N == name)
         findings = findings_metrics(logits_NL[rows_N], stated_NL[rows_N], names, like=like, name=name)
-        groups += [_at(group, rows_N) for group in (findings, too_near_metrics(near_NK[rows_N], name))]
+        groups += [at_items(group, rows_N) for group in (findings, too_near_metrics(near_NK[rows_N], name))]
     return groups
 
 
@@ -234,7 +243,7 @@ def _text_tasks(lines: Lines, results: Results) -> list[MetricGroup]:
         by_seed = zip(*(lines[row]["predictions"] for row in rows_N), strict=True)
         metrics = [summed_metric(task, truth, [_tuple(value) for value in of_seed]) for of_seed in by_seed]
         row = MetricRow(metric=task.metric, target=name, n=len(rows_N))
-        groups.append(_at(mean_over_seeds(metrics, row), rows_N))
+        groups.append(at_items(mean_over_seeds(metrics, row), rows_N))
     return groups
 
 
@@ -253,7 +262,7 @@ def _number(value: float | None) -> float:
 
 _CLASSES = Reader(ranked=_classes)
 _PRECISION = Reader(item=("direction", "patient", "query"), metric_groups=_class_precision)
-_RANKS = Reader(group="text", needs=("text_rank",), metric_groups=_retrieval)
+_RANKS = Reader(earlier_group="text", needs=("text_rank",), metric_groups=_retrieval)
 _MASKS = Reader(needs=("pixels",), metric_groups=_segmentation)
 READERS: Mapping[str, Reader] = {
     "zero_shot": _CLASSES,

@@ -1,6 +1,6 @@
 """Image-text retrieval: the text of each image, and an image of each text.
 
-Protocol "image_text_retrieval", version 1:
+Protocol "image_text_retrieval", version 2:
 
 * Equal texts (after collapsing white space) are one candidate and one query; all their images are its positives.
 * Images without text are left out and counted.
@@ -9,7 +9,8 @@ Protocol "image_text_retrieval", version 1:
 * "recall@k" is the share of queries with a rank of k or better; "median_rank" is the median of the ranks; "mrr" is the
   mean of 1 / rank.
 * Where images have labels, "ndcg@k" is the gain of the first k candidates by the agreement of labels (`label_gain`).
-* Intervals: the bootstrap resamples texts, with all their images, in both directions.
+* Intervals: the bootstrap resamples patients (articles of figures), with all their images, or with all their texts. A
+  text that images of several patients have is one query, of the patient of the image with the first key.
 
 Shape letters: N images, M distinct texts, B images of a chunk.
 """
@@ -36,7 +37,7 @@ from medvl.eval.retrieval.similarity import Similarity, encode_images, take
 from medvl.models.eval_mode import evaluating
 from medvl.schema import POSITIVE, Embeddings
 
-PROTOCOL, PROTOCOL_VERSION = "image_text_retrieval", 1
+PROTOCOL, PROTOCOL_VERSION = "image_text_retrieval", 2
 
 Ranks = tuple[NDArray[np.int64], NDArray[np.int64]]
 """(image_rank_N, text_rank_M), from 1."""
@@ -49,6 +50,8 @@ class RetrievalResult:
     results: Results
     keys: tuple[str, ...]
     """Keys of the images with text."""
+    patients: tuple[str, ...]
+    """Patient of each image; the article of a figure."""
     image_rank_N: NDArray[np.int64]
     """Rank of each image's text among the distinct texts, from 1."""
     text_rank_M: NDArray[np.int64]
@@ -74,6 +77,7 @@ class RetrievalResult:
         return cls(
             results=results,
             keys=gallery.keys,
+            patients=tuple(samples[key][1].patient for key in gallery.keys),
             image_rank_N=ranks[0],
             text_rank_M=ranks[1],
             text_of_N=gallery.text_of_N.numpy(),
@@ -82,13 +86,17 @@ class RetrievalResult:
         )
 
     def predictions(self) -> Iterator[dict[str, Any]]:
-        """Yield per image its key, subgroups, the index of its text, the rank of that text, and the text's own rank."""
-        text_rank_N = self.text_rank_M[self.text_of_N].tolist()
-        rows = zip(
-            self.keys, self.subgroups, self.text_of_N.tolist(), self.image_rank_N.tolist(), text_rank_N, strict=True
-        )
-        for key, groups, text, rank, text_rank in rows:
-            yield {"key": key, "subgroups": groups, "text": text, "rank": rank, "text_rank": text_rank}
+        """Yield per image its key, patient, subgroups, the index of its text, the rank of that text, and the text's own."""
+        fields = {
+            "key": self.keys,
+            "patient": self.patients,
+            "subgroups": self.subgroups,
+            "text": self.text_of_N.tolist(),
+            "rank": self.image_rank_N.tolist(),
+            "text_rank": self.text_rank_M[self.text_of_N].tolist(),
+        }
+        for values in zip(*fields.values(), strict=True):
+            yield dict(zip(fields, values, strict=True))
 
 
 def image_text_retrieval(
@@ -123,7 +131,7 @@ def image_text_retrieval(
     inputs, batches = input_hashes(checkpoint, manifest=loader), FullPass(loader)
     with evaluating(model):
         images, keys, texts = encode_images(model, batches, autocast)
-        gallery = Gallery.from_texts(keys, texts, batches.unreadable)
+        gallery = Gallery.from_texts(keys, texts, batches.unreadable, loader.source)
         images, texts_M = take(images, gallery.index_N), embed_texts(model, gallery.texts)
         similarity = Similarity(model, images, texts_M)
         ranks = _ranks(similarity, gallery.text_of_N)
@@ -163,10 +171,14 @@ class Gallery:
     """int64: index of each image among all images of the loader."""
     counts: Mapping[str, Any]
     """Counts for `Results.details`."""
+    patients: tuple[str, ...] | None = None
+    """Patient of each image; None: unknown."""
 
     @classmethod
-    def from_texts(cls, keys: Sequence[str], texts: Sequence[str], unreadable: Mapping[str, int]) -> Self:
-        """Build a gallery from all keys and texts of a loader, and its skipped samples by reason.
+    def from_texts(
+        cls, keys: Sequence[str], texts: Sequence[str], unreadable: Mapping[str, int], source: Source
+    ) -> Self:
+        """Build a gallery from all keys and texts of a loader, its skipped samples by reason, and its source.
 
         Raises `EvaluationError` if there are fewer than two distinct texts.
         """
@@ -175,8 +187,11 @@ class Gallery:
         if len(distinct) < 2:
             raise EvaluationError(f"expected two or more distinct texts, got {len(distinct)}", "empty")
         number = {text: index for index, text in enumerate(distinct)}
+        samples = samples_by_key(source)
+        patients = tuple(samples[keys[index]][1].patient for index in kept)
         counts = {
             "images": len(kept),
+            "patients": len(set(patients)),
             "texts": len(distinct),
             "images_without_text": len(keys) - len(kept),
             "unreadable": dict(unreadable),
@@ -187,7 +202,18 @@ class Gallery:
             text_of_N=torch.tensor([number[texts[index]] for index in kept]),
             index_N=torch.tensor(kept),
             counts=counts,
+            patients=patients,
         )
+
+    @property
+    def patients_of_texts(self) -> list[str] | None:
+        """Patient of each text: that of the image with the first key, where several images have it; None: unknown."""
+        if self.patients is None:
+            return None
+        of_text: dict[int, str] = {}
+        for _, text, patient in sorted(zip(self.keys, self.text_of_N.tolist(), self.patients, strict=True)):
+            of_text.setdefault(text, patient)
+        return [of_text[text] for text in range(len(self.texts))]
 
 
 def retrieval_ranks(model: SupportsSimilarity, images: Embeddings, texts: Embeddings, text_of_N: torch.Tensor) -> Ranks:
@@ -264,9 +290,15 @@ def rank_rows(
         len(image_rank_N),
         resamples=resamples,
         seed=seed,
-        groups=gallery.text_of_N.tolist(),
+        groups=gallery.patients,
     )
-    of_texts = measure(groups(text_rank_M, "text_to_image", 1), len(text_rank_M), resamples=resamples, seed=seed)
+    of_texts = measure(
+        groups(text_rank_M, "text_to_image", 1),
+        len(text_rank_M),
+        resamples=resamples,
+        seed=seed,
+        groups=gallery.patients_of_texts,
+    )
     return of_images + of_texts
 
 

@@ -19,7 +19,7 @@ _MIN_IMAGES = 5  # minimum number of images with, and without, a finding that co
 LIMITS = (
     "A research evaluation, not for clinical use: a retrieved text may have the same meaning as the image's own text "
     "in other words, and is still counted as wrong.",
-    "Intervals are percentiles of a bootstrap over texts, with all their images. Recall falls as the gallery grows: "
+    "Intervals are percentiles of a bootstrap over patients, with all their images or texts. Recall falls as the gallery grows: "
     "compare numbers over one gallery only.",
     "Images and texts on this page belong to the data set and stay under its terms of use.",
 )
@@ -51,7 +51,7 @@ def write_retrieval_page(
         title=f"Image-text retrieval: {header.model}",
         subtitle=f"{header.data}: {details['images']:,} images and {details['texts']:,} distinct texts",
         headlines=[_headline(result, direction) for direction in _DIRECTIONS],
-        facts=header_facts(result.results, header, units="texts", extra=extra),
+        facts=header_facts(result.results, header, units="patients", extra=extra),
         sections=sections,
         limits=LIMITS,
     )

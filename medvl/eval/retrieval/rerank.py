@@ -1,6 +1,6 @@
 """Re-ranked image-text retrieval: a fusion-encoder orders the shortlist that a dual-encoder makes for each query.
 
-Protocol "image_text_retrieval_reranked", version 1; queries, candidates, positives and intervals are those of
+Protocol "image_text_retrieval_reranked", version 2; queries, candidates, positives and intervals are those of
 "image_text_retrieval" (`medvl.eval.retrieval.image_text`):
 
 * The shortlist of a query are the candidates that the dual-encoder finds most similar. At equal similarity, positives
@@ -36,7 +36,7 @@ from medvl.models.fusion_encoders.bases.base import FusionModel
 from medvl.models.fusion_encoders.parts.encoder import Tokens, stack
 from medvl.schema import Batch, Embeddings
 
-PROTOCOL, PROTOCOL_VERSION = "image_text_retrieval_reranked", 1
+PROTOCOL, PROTOCOL_VERSION = "image_text_retrieval_reranked", 2
 
 _TEXTS = 256  # texts encoded at a time
 _PAIRS = 128  # pairs fused at a time
@@ -228,7 +228,7 @@ def _encode(model: FusionModel, loader: Loader) -> tuple[Encoded, Gallery]:
     """Return the tokens of the images with text and of the distinct texts, and the gallery."""
     batches = FullPass(loader)
     image, texts = encode_images_with_text(model, batches)
-    gallery = Gallery.from_texts(batches.keys, texts, batches.unreadable)
+    gallery = Gallery.from_texts(batches.keys, texts, batches.unreadable, loader.source)
     return Encoded(image, encode_texts(model, gallery.texts)), gallery
 
 

@@ -217,17 +217,38 @@ def test_read_items_rejects_predictions_of_other_results(tmp_path: Path) -> None
 
 
 def test_read_items_gives_the_metrics_of_both_directions(tmp_path: Path) -> None:
-    source = make_source(np.zeros((12, 1)), ["Edema"])
+    source = make_source(np.zeros((12, 1)), ["Edema"], patients=2)
     loader = FakeLoader(source, texts=[f"text {number // 2}" for number in range(12)])
     result = image_text_retrieval(FakeModel(), loader, resamples=20)
     write_results(result.results, tmp_path, result.predictions())
     items = read_items(tmp_path, result.results)
     assert items is not None
-    assert items.groups is not None
-    assert len(set(items.groups)) == 6
+    assert (items.unit, set(items.groups or ())) == ("patient", {"p0", "p1"})
+    of_p1_N1 = np.array([[float(group == "p1")] for group in items.groups or ()])
+    drawn = dict(zip(items.rows, items.statistic(of_p1_N1)[0], strict=True))
+    assert np.isnan(drawn["median_rank/text_to_image"]), "each text is drawn with its first image, of the other patient"
+    assert drawn["median_rank/image_to_text"] > 0
     metrics = ("recall@1", "recall@5", "recall@10", "median_rank", "mrr")
     whole = [row.name for group in items.without_subgroups for row in group.rows]
     assert whole == [f"{name}/{side}" for side in ("image_to_text", "text_to_image") for name in metrics]
+
+
+def test_retrieval_of_an_earlier_version_is_paired_by_texts_and_says_so(tmp_path: Path) -> None:
+    loader = FakeLoader(make_source(np.zeros((12, 0)), ()), texts=[f"text {number // 2}" for number in range(12)])
+    result = image_text_retrieval(FakeModel(), loader, resamples=20)
+    lines = [{name: value for name, value in line.items() if name != "patient"} for line in result.predictions()]
+    earlier = dataclasses.replace(result.results, protocol_version=1)
+    for name in ("a", "b"):
+        write_results(earlier, tmp_path / name, lines)
+    write_results(result.results, tmp_path / "c", result.predictions())
+    items = read_items(tmp_path / "a", earlier)
+    assert items is not None
+    assert (items.unit, len(set(items.groups or ()))) == ("text", 6)
+    (runs,) = find_runs([tmp_path / "a", tmp_path / "b"]).values()
+    assert any("each text is resampled" in note for note in compare(runs, resamples=5).notes)
+    (mixed,) = find_runs([tmp_path / "a", tmp_path / "c"]).values()
+    with raises(EvaluationError, "mismatch", "runs"):
+        compare(mixed)
 
 
 # Finding and naming runs

@@ -75,7 +75,7 @@ def grounding(worse_N: np.ndarray) -> Made:
 def retrieval(worse_N: np.ndarray) -> Made:
     """Every text belongs to two images of one sex, of which both are found, or neither is, if one is worse."""
     text_of_N = np.arange(COUNT) // 4 * 2 + np.arange(COUNT) % 2
-    gallery = Gallery.from_texts([s.key for s in SAMPLES], [str(text) for text in text_of_N], {})
+    gallery = Gallery.from_texts([s.key for s in SAMPLES], [str(text) for text in text_of_N], {}, SOURCE)
     image_rank_N = np.where(worse_N, 9, 1)
     text_rank_M = np.ones(COUNT // 2, np.int64)
     np.maximum.at(text_rank_M, gallery.text_of_N.numpy(), image_rank_N)

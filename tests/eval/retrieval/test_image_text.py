@@ -12,14 +12,15 @@ from medvl.eval import RetrievalEval, image_text_retrieval
 from medvl.eval.core.bootstrap import bootstrap_indices
 from medvl.eval.core.embeddings import concatenate
 from medvl.eval.retrieval import similarity as similarity_module
+from medvl.eval.retrieval.image_text import Gallery
 from medvl.schema import Embeddings
 
 TEXTS = [f"report {index % 20}" for index in range(50)]
 
 
-def loader_of(texts: list[str], noise: float, batch: int = 7) -> FakeLoader:
-    """Return images whose embeddings are their text's vector plus noise."""
-    source = make_source(np.zeros((len(texts), 0)), ())
+def loader_of(texts: list[str], noise: float, batch: int = 7, patients: int | None = None) -> FakeLoader:
+    """Return images whose embeddings are their text's vector plus noise; image i is of patient i % `patients`."""
+    source = make_source(np.zeros((len(texts), 0)), (), patients=patients)
     source.images = noisy_images(texts, noise)
     return FakeLoader(source, batch, texts)
 
@@ -97,19 +98,29 @@ def test_constant_similarity_gives_the_last_rank():
     np.testing.assert_array_equal(result.text_rank_M, 1 + 50 - copies)
 
 
-def test_intervals_resample_texts_with_all_their_images():
-    result = image_text_retrieval(FakeModel(), loader_of(TEXTS, noise=60), resamples=25, seed=3)
-    hits_N = (result.image_rank_N <= 5).astype(float)
-    text_of_N = np.array([list(dict.fromkeys(TEXTS)).index(text) for text in TEXTS])
-    recalls, medians = [], []
-    for drawn in bootstrap_indices(20, 25, seed=3):
-        images = np.concatenate([np.flatnonzero(text_of_N == text) for text in drawn])
-        recalls.append(hits_N[images].mean())
-        medians.append(np.median(result.image_rank_N[images]))
-    row = result.results.row("recall@5", "image_to_text")
-    assert (row.low, row.high) == pytest.approx(tuple(np.percentile(recalls, (2.5, 97.5))))
-    row = result.results.row("median_rank", "image_to_text")
-    assert (row.low, row.high) == pytest.approx(tuple(np.percentile(medians, (2.5, 97.5))))
+def test_intervals_resample_patients_with_all_their_images_and_texts():
+    """Ten patients: patient p has the texts p and p + 10, each with two or three images."""
+    result = image_text_retrieval(FakeModel(), loader_of(TEXTS, noise=60, patients=10), resamples=25, seed=3)
+    assert result.results.details["patients"] == 10
+    assert [line["patient"] for line in result.predictions()] == [f"p{image % 10}" for image in range(50)]
+    for target, rank_Q in (("image_to_text", result.image_rank_N), ("text_to_image", result.text_rank_M)):
+        patient_Q, recalls, medians = np.arange(len(rank_Q)) % 10, [], []
+        for drawn in bootstrap_indices(10, 25, seed=3):
+            queries = np.concatenate([np.flatnonzero(patient_Q == patient) for patient in drawn])
+            recalls.append((rank_Q[queries] <= 5).mean())
+            medians.append(np.median(rank_Q[queries]))
+        row = result.results.row("recall@5", target)
+        assert (row.low, row.high) == pytest.approx(tuple(np.percentile(recalls, (2.5, 97.5))))
+        row = result.results.row("median_rank", target)
+        assert (row.low, row.high) == pytest.approx(tuple(np.percentile(medians, (2.5, 97.5))))
+
+
+def test_a_text_of_several_patients_is_of_the_patient_of_its_first_key():
+    source = make_source(np.zeros((4, 0)), ())
+    keys = [source.samples[row].key for row in (2, 3, 0, 1)]
+    gallery = Gallery.from_texts(keys, ["normal", "effusion", "normal", "edema"], {}, source)
+    assert gallery.patients == ("p2", "p3", "p0", "p1")
+    assert gallery.patients_of_texts == ["p0", "p3", "p1"]
 
 
 def test_chance_equals_the_mean_over_random_orders():
