@@ -59,8 +59,8 @@ def make_retrieval_list(
             5x200, whose images are not public.
         per_class: images per class.
         classes: class names; default the five of the CheXpert competition.
-        exclusive: labels of which an image has no other, positive or uncertain: all of the shards except No Finding, or the
-            classes.
+        exclusive: labels of which an image has no other, positive or uncertain: all of the shards except No Finding,
+            or the classes.
         views: frontal views (and images without a view), or all.
         seed: seed of the sampling.
         chexpert_8x200: folder of ConVIRT's published lists (image-retrieval/ and text-retrieval/), instead of --data.

@@ -172,7 +172,8 @@ def _unit_notes(items: Items, reader: Reader) -> list[str]:
     """Return a note where the items name no patients, or another group than the current version resamples."""
     if items.unit == reader.group:
         return []
-    resampled = "items are resampled independently" if items.unit is None else f"each {items.unit} is resampled with all its items"
+    whole = f"each {items.unit} is resampled with all its items"
+    resampled = "items are resampled independently" if items.unit is None else whole
     return [f"predictions without {reader.group}s: {resampled}, so intervals are too narrow"]
 
 

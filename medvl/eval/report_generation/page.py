@@ -100,8 +100,8 @@ def _overlap(rows: dict[tuple[str, str, str], MetricRow]) -> Table:
         columns=["", *_OVERLAP.values()],
         rows=lines,
         strong_rows=1,
-        caption="With 95% intervals. The baselines give every image the report generated for another one, and the one "
-        "reference that fits all images best: a model near them does not use the image.",
+        caption="With 95% intervals. The baselines give every image the report generated for one of another "
+        "patient, and the one reference that fits all images best: a model near them does not use the image.",
     )
 
 

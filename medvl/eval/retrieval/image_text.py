@@ -86,7 +86,7 @@ class RetrievalResult:
         )
 
     def predictions(self) -> Iterator[dict[str, Any]]:
-        """Yield per image its key, patient, subgroups, the index of its text, the rank of that text, and the text's own."""
+        """Yield per image its key, patient, subgroups, text (index), rank of that text, and the text's own rank."""
         fields = {
             "key": self.keys,
             "patient": self.patients,

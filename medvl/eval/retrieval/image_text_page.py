@@ -19,8 +19,8 @@ _MIN_IMAGES = 5  # minimum number of images with, and without, a finding that co
 LIMITS = (
     "A research evaluation, not for clinical use: a retrieved text may have the same meaning as the image's own text "
     "in other words, and is still counted as wrong.",
-    "Intervals are percentiles of a bootstrap over patients, with all their images or texts. Recall falls as the gallery grows: "
-    "compare numbers over one gallery only.",
+    "Intervals are percentiles of a bootstrap over patients, with all their images or texts. Recall falls as the "
+    "gallery grows: compare numbers over one gallery only.",
     "Images and texts on this page belong to the data set and stay under its terms of use.",
 )
 

@@ -248,7 +248,8 @@ def test_the_other_image_is_of_another_patient(patients: str, expected: list[int
     rows = [row for row in results.rows if row.subgroup == OTHER_IMAGES]
     assert bool(rows) == (expected is not None)
     if expected is not None:
-        moved = [dataclasses.replace(report, generated=references[at]) for report, at in zip(reports, expected)]
+        others = [references[at] for at in expected]
+        moved = [dataclasses.replace(report, generated=text) for report, text in zip(reports, others, strict=True)]
         same = evaluate_reports(moved, resamples=0).results
         for row in rows:
             np.testing.assert_equal(row.value, same.row(row.metric, row.target).value)

@@ -41,6 +41,15 @@ def test_gloria_has_471_distinct_phrases_and_draws_five_a_class() -> None:
         assert {text.strip() for text in sides.positive} <= set(everything.classes[name].positive)
 
 
+def test_gloria_mean_has_the_phrases_for_any_dual_encoder() -> None:
+    mean = load_prompts("gloria_mean")
+    assert mean.classes == load_prompts("gloria_all").classes
+    assert (mean.scoring, mean.ensemble) == ("class_softmax", "similarity_mean")
+    source = make_source(np.eye(5).repeat(2, axis=0), tuple(mean.classes))
+    (scores_NL,) = predict(FakeModel(), FakeLoader(source), [mean]).scores_NL
+    assert scores_NL.shape == (10, 5)
+
+
 def test_the_published_phrases_are_the_draw_of_seed_6() -> None:
     """As `random.sample` draws them from the phrases with their blanks; bilateral effusions are listed twice."""
     rng, drawn = random.Random(6), {}
