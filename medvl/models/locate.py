@@ -1,8 +1,10 @@
 """Folder of a checkpoint from the argument of a user: a checkpoint, a run, or a model on the Hugging Face hub."""
 
+import hashlib
 import re
 from pathlib import Path
 
+from medvl.common.files import sha256
 from medvl.common.hub import HUB_PREFIX, fetch_snapshot, is_hub_id
 from medvl.errors import CheckpointError, WeightsError
 
@@ -50,6 +52,12 @@ def find_checkpoint(source: Path | str) -> Path:
 def weight_files(folder: Path) -> list[Path]:
     """Return the files of a checkpoint's weights: one, or the parts of several ranks."""
     return sorted((folder / WEIGHT_PARTS).glob("*.safetensors")) or [folder / WEIGHTS]
+
+
+def weights_sha256(folder: Path) -> str:
+    """Return the sha256 of a checkpoint's weights; of weights in several parts that of their hashes."""
+    hashes = [sha256(file) for file in weight_files(folder)]
+    return hashes[0] if len(hashes) == 1 else hashlib.sha256("".join(hashes).encode()).hexdigest()
 
 
 def nearby_checkpoints(folder: Path) -> str:

@@ -7,7 +7,6 @@ same bytes.
 
 import dataclasses
 import functools
-import hashlib
 import importlib.metadata
 import json
 import math
@@ -22,7 +21,7 @@ from medvl.common.files import sha256, write_atomic
 from medvl.common.untrusted import parse_json
 from medvl.errors import EvaluationError
 from medvl.eval.core.metric_rows import MetricRow
-from medvl.models.locate import find_checkpoint, weight_files
+from medvl.models.locate import find_checkpoint, weight_files, weights_sha256
 
 RESULTS_VERSION = 1
 SUMMARY_TARGETS = ("macro_competition", "macro", "micro", "overall", "macro of five", "micro of five", "one class")
@@ -160,8 +159,7 @@ def checkpoint_sha256(checkpoint: str | Path) -> str:
     if not files[0].is_file():
         message = f"{files[0]} does not exist; give a checkpoint directory with model.safetensors"
         raise EvaluationError(message, "not_found", field="checkpoint")
-    hashes = [sha256(file) for file in files]
-    return hashes[0] if len(hashes) == 1 else hashlib.sha256("".join(hashes).encode()).hexdigest()
+    return weights_sha256(path) if path.is_dir() else sha256(path)
 
 
 def format_value(row: MetricRow | None) -> str:

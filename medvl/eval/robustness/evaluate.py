@@ -164,15 +164,10 @@ def evaluate_robustness(
             outside=outside,
             seed=settings.seed,
         )
-    inputs = {
-        "checkpoint": weights,
-        "manifest": source.fingerprint,
-        **_describe_inputs(sets if scorer.prompt_sets else (), sites, outside, probe),
-    }
-    results = _measure(
-        assemble(scores, settings.policy, settings.smallest_subgroup, calibration), settings, scorer, inputs
-    )
-    return RobustnessResult(results=results, scores=scores)
+    described = _describe_inputs(sets if scorer.prompt_sets else (), sites, outside, probe)
+    inputs = {"checkpoint": weights, "manifest": source.fingerprint, **described}
+    assembled = assemble(scores, settings.policy, settings.smallest_subgroup, calibration)
+    return RobustnessResult(results=_measure(assembled, settings, scorer, inputs), scores=scores)
 
 
 def _check_calibration(calibration: Calibration, prompts: PromptSet, checkpoint: str | None) -> None:

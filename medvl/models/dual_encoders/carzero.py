@@ -25,8 +25,8 @@ class CARZeroConfig(QueryDecoderConfig, LocalDualConfig):
     """Settings of the paper and the released code.
 
     The published text encoder is BioBERT, trained further on reports, and the image encoder is a ViT-B/16 of a masked
-    record model (`image_weights` takes a file). The released code attends to [SEP] and to padding, which moves scores
-    by a tenth to a third of their spread, and lower-cases texts and removes their punctuation.
+    record model (`image_weights`). The released code removes case and punctuation of texts, and attends to [SEP] and to
+    padding, which moves scores by a tenth to a third of their spread.
     """
 
     image_encoder: str = "vit_b16"
@@ -53,8 +53,7 @@ class CARZero(LocalDualEncoder):
     """A decoder reads the regions of an image for a statement, and the words of a statement for an image (section 3).
 
     Both directions have a score, without a temperature; each is compared over images and over statements, and the loss
-    is the sum over directions of the mean of both. Equal statements are positives of all their images: a row then
-    counts as the mean over its positives.
+    is the sum over directions of the mean of both. A row with equal statements counts as the mean over its positives.
     """
 
     Config = CARZeroConfig
@@ -96,8 +95,7 @@ class CARZero(LocalDualEncoder):
     def compare_pairs(self, pairs: Pairs) -> Losses:
         """See the base class. A rank keeps the regions and words of its own pairs, and gathers scores."""
         every = pairs.gather(local=False)
-        row_N = torch.arange(len(every), device=every.images.global_NE.device)
-        positive_NN = same_pairs(row_N, *every.groups)
+        positive_NN = same_pairs(torch.arange(len(every), device=every.images.global_NE.device), *every.groups)
         terms = {}
         for name, side, other in (("image", pairs.images, every.texts), ("text", pairs.texts, every.images)):
             scores_NN = gather(self.score_pairs(side, other.global_NE))

@@ -30,6 +30,10 @@ _log = logging.getLogger(__name__)
 
 _IDENTITY_FIELDS = ("seed", "global_batch", "accumulate", "grad_cache", "precision")
 """Fields of `TrainConfig` that always determine the weights."""
+_RECIPE_FIELDS = ("pretrained", "uncertain", "missing")
+"""Settings of recipes that determine the start weights or the labels."""
+_NOT_IDENTITY = ("train", "valid", "extra_train", "tokenizer", "cache", "workers", "valid_batch", "max_skipped")
+"""Settings of the data that do not determine the batches, or that the loader's own check covers by content."""
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -200,6 +204,10 @@ def identity(model: nn.Module, run: Mapping[str, Any], rate: LearningRate) -> di
         described["train"]["total_steps"] = rate.total_steps
     if rate.depends_on_metric:
         described["train"] |= {name: train[name] for name in ("validate_every", "best_metric", "best_mode")}
+    settings = run.get("settings", {})
+    described["start"] = run.get("start", {})  # hashes of checkpoints
+    described["recipe"] = {name: settings[name] for name in _RECIPE_FIELDS if name in settings}
+    described["data"] = {name: value for name, value in settings.get("data", {}).items() if name not in _NOT_IDENTITY}
     return json.loads(json.dumps(described))
 
 
