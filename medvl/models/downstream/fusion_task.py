@@ -158,9 +158,16 @@ def _at_max_tokens(model: FusionModel, max_tokens: int) -> FusionModel:
 
 
 def _on_towers(model: System, fusion: FusionConfig, start: Path | str) -> FusionModel:
-    """Put a new fusion-encoder on the towers of a dual-encoder's checkpoint."""
+    """Put a new fusion-encoder on the towers of a dual-encoder's checkpoint, which keep their pixel statistics."""
+    own: Any = model.config
     names = ("image_encoder", "text_encoder", "image_size", "fit", "max_tokens", "vocab_size")
-    config = dataclasses.replace(fusion, **{name: getattr(model.config, name) for name in names})
+    encoder: Any = model.get_submodule("image_encoder")
+    pixels = {name: encoder.config[name] for name in ("mean", "std")}
+    arguments = {
+        "image_arguments": {**own.image_arguments, **pixels},
+        "text_arguments": {**fusion.text_arguments, **own.text_arguments},
+    }
+    config = dataclasses.replace(fusion, **{name: getattr(own, name) for name in names}, **arguments)
     fusion_model = create_model(config, tokenizer=model.tokenizer)
     assert isinstance(fusion_model, FusionModel)
     load_towers(fusion_model, start)

@@ -268,3 +268,16 @@ def test_a_checkpoint_names_no_further_files_to_read(tmp_path: Path) -> None:
         config = FusedClassifierConfig(fusion=name, settings=settings, labels=("Edema",), max_tokens=16)
         with torch.device("meta"), raises(ConfigError, "unknown_name"):
             FusedClassifier.build(config, pretrained=False, tokenizer=None)
+
+
+def test_towers_keep_their_pixel_statistics_and_arguments(tmp_path: Path) -> None:
+    """With the default sizes of the new fusion-encoder, whose arguments are those of another image encoder."""
+    towers = {"image_encoder": "resnet_tiny", "text_encoder": "tiny_bert", "image_size": 32, "tokenizer": TOKENIZER}
+    arguments = {"text_arguments": {"num_hidden_layers": 1}, "attention_dropout": 0.0}
+    medclip = medvl.create_model("medclip", projection_dim=8, text_layers=(-1,), **towers, **arguments).eval()
+    save(medclip, tmp_path)
+    sizes = DualStreamConfig(width=16, layers=1, heads=2, intermediate=16)
+    encoder = create_fused_classifier(tmp_path, LABELS, fusion=sizes, modalities="image").fusion_model.image_encoder
+    image_BCHW = torch.randint(0, 256, (2, 1, 32, 32), dtype=torch.uint8)
+    expected_BD = medclip.image_encoder(image_BCHW).pooled_BD
+    torch.testing.assert_close(encoder.eval()(image_BCHW).pooled_BD, expected_BD)
