@@ -251,7 +251,8 @@ class RandomCrop:
 class ConVIRTAugmentation:
     """ConVIRT's augmentation: random crop, flip, affine, brightness and contrast, blur (appendix of arXiv 2010.00747).
 
-    Brightness and contrast are multiplicative factors around zero and around the mean, as in torchvision.
+    Brightness and contrast are multiplicative factors around zero and around the mean, as in torchvision. A crop that is
+    larger than the output is shrunk by averaging areas, as in evaluation.
     """
 
     size: int = 224
@@ -270,6 +271,7 @@ class ConVIRTAugmentation:
     translation: float = 0.1
     """Maximum shift in either direction, as a share of the side."""
     scale: tuple[float, float] = (0.95, 1.05)
+    """Range of the factor by which both sides are scaled."""
     brightness: float = 0.4
     contrast: float = 0.4
     """Factors are drawn from 1 - value to 1 + value."""
@@ -321,11 +323,14 @@ class ConVIRTAugmentation:
 
         pipeline = albumentations.Compose(
             [
-                albumentations.RandomResizedCrop((self.size, self.size), scale=self.area, ratio=self.aspect, p=1.0),
+                albumentations.RandomResizedCrop(
+                    (self.size, self.size), scale=self.area, ratio=self.aspect, area_for_downscale="image", p=1.0
+                ),
                 albumentations.Affine(
                     rotate=(-self.rotation, self.rotation),
                     translate_percent=(-self.translation, self.translation),
                     scale=self.scale,
+                    keep_ratio=True,
                     p=1.0,
                 ),
                 albumentations.ColorJitter(

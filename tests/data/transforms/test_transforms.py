@@ -142,6 +142,32 @@ def test_a_square_crop_of_the_padded_image_is_that_of_random_crop(shape: tuple[i
         assert (out == 0).mean() == pytest.approx((part == 0).mean(), abs=0.15)
 
 
+PLAIN = {"flip": "off", "rotation": 0, "translation": 0, "brightness": 0, "contrast": 0, "blur_sigma": (0.1, 0.1)}
+
+
+@pytest.mark.parametrize("shape", [(256, 256), (256, 256, 3)])
+def test_training_crops_are_shrunk_by_averaging(shape: tuple[int, ...]) -> None:
+    """A checkerboard of single pixels becomes grey in training as in evaluation, not aliased."""
+    image = np.zeros(shape, np.uint8)
+    image[np.indices((256, 256)).sum(0) % 2 == 1] = 255
+    apply = ConVIRTAugmentation(size=64, area=(0.5, 1.0), scale=(1, 1), **PLAIN).build()
+    for seed in range(5):
+        assert apply(image, rng(seed)).image_HWC.std() < 8  # between the pixels: above 60
+
+
+def test_the_affine_scale_keeps_the_aspect() -> None:
+    """A square stays a square, as with torchvision's single factor."""
+    image = np.zeros((200, 200), np.uint8)
+    image[60:140, 60:140] = 255
+    apply = ConVIRTAugmentation(size=200, area=(1, 1), aspect=(1, 1), scale=(0.7, 1.3), **PLAIN).build()
+    sides = []
+    for seed in range(20):
+        inside = apply(image, rng(seed)).image_HWC[:, :, 0] > 127
+        sides.append((inside.any(axis=0).sum(), inside.any(axis=1).sum()))
+    assert all(abs(int(width) - int(height)) <= 1 for width, height in sides)
+    assert min(sides)[0] < 65 and max(sides)[0] > 95
+
+
 def test_flip_off_never_flips() -> None:
     apply = ConVIRTAugmentation(size=64, flip="off").build()
     assert not any(apply(ramp(80, 80), rng(seed)).flipped for seed in range(50))
