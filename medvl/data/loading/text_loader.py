@@ -10,7 +10,7 @@ from torch.utils.data import Dataset
 from medvl.common.ranks import check_ranks
 from medvl.data.loading.collate import sample_rng
 from medvl.data.loading.loader import Loader, batch_sampler, check_settings
-from medvl.data.loading.skipped import SkippedSample
+from medvl.data.loading.skipped import NO_TEXT, SkippedSample
 from medvl.data.loading.sources import Source
 from medvl.data.loading.worker_errors import TIMEOUT
 from medvl.errors import ShardError
@@ -32,7 +32,8 @@ class SequenceMaker(Protocol):
 class SequenceDataset(Dataset[Any]):
     """Sequences of a source, indexed by (epoch, position); runs in the loader's workers.
 
-    A sample's text is all or some of its sections, a line each. Samples without text are skipped.
+    A sample's text is all or some of its sections, a line each. Samples without text are skipped; they do not count as
+    unreadable.
     """
 
     def __init__(self, source: Source, sequences: SequenceMaker, seed: int, sections: Sequence[str] = ()) -> None:
@@ -46,7 +47,7 @@ class SequenceDataset(Dataset[Any]):
             return SkippedSample(str(error), "sample_unreadable")
         text = self._text(sample)
         if not text:
-            return SkippedSample(sample.key, "no_text")
+            return SkippedSample(sample.key, NO_TEXT)
         rng = sample_rng(self.seed, epoch, sample.key, "sequence")
         return self.sequences(sample.key, sample.patient, text, lambda: self._other(sample, rng), rng)
 

@@ -100,7 +100,9 @@ class BatchStream:
                 raise TrainingError(f"the train loader has more than its {expected} batches of an epoch", "mismatch")
             return batch
         if self._iterator is not None and not at_start:
-            raise TrainingError(f"the train loader ended before its {expected} batches of an epoch", "mismatch")
+            message = f"the train loader ended before its {expected} batches of an epoch"
+            advice = "a batch in which no sample has the image or text that is read is left out: use a larger batch"
+            raise TrainingError(f"{message}; {advice}", "mismatch")
         for _ in range(2 if at_start else 1):  # at the end of an epoch the rest is empty, then the next one follows
             self._iterator = iter(self.loader)
             batch = next(self._iterator, None)

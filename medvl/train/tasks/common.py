@@ -31,7 +31,7 @@ class LoaderConfig:
     valid_batch: int = 128
     """Samples of a validation batch; for contrastive losses also the pool of negatives."""
     max_skipped: float = 0.001
-    """Budget of unreadable samples: below 1 a fraction, else a number."""
+    """Budget of unreadable samples over all epochs, each counted once: below 1 a fraction, else a number."""
     seed: int = 0
     """Seed of the order of the samples and of their augmentation."""
     regions: str | None = None

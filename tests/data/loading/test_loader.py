@@ -299,6 +299,19 @@ def test_unreadable_samples_are_counted_within_the_budget(
         list(open_it(source=loader.source, train=False, batch=5, max_skipped=1))
 
 
+@pytest.mark.parametrize("train", [True, False])
+def test_a_sample_that_is_unreadable_in_every_pass_counts_once(
+    open_it: Callable[..., Loader], folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, train: bool
+) -> None:
+    """A run within its budget stays within it, however many epochs or validations it makes."""
+    source = ShardSource(damage(folder, tmp_path, [1, 3]))
+    loader = open_it(source=source, train=train, batch=5 if not train else 23, max_skipped=2)
+    for passes in (1, 2, 3):
+        assert sum(map(len, loader)) == COUNT - 2
+        assert loader.skipped.total() == 2 * passes
+    assert caplog.text.count("skipped sample key001") == 1
+
+
 def test_batch_without_a_readable_sample_raises(open_it: Callable[..., Loader], folder: Path, tmp_path: Path) -> None:
     source = ShardSource(damage(folder, tmp_path, [0, 1, 2, 3, 4]))
     with raises(ShardError, "empty"):

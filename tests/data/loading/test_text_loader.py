@@ -1,18 +1,18 @@
 """The loader of text alone: order, resuming, ranks, skipped samples."""
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from helpers.errors import raises
 from helpers.text_shards import text_vocabulary, write_text_shards
 
 from medvl.data.loading.text_loader import open_text_loader
 from medvl.data.shards.source import ShardSource
 from medvl.data.transforms.mlm_masking import TextMasking
 from medvl.data.transforms.text_sequences import TextSequences
-from medvl.errors import BudgetError
+from medvl.schema import Sample
 
 
 @pytest.fixture(scope="module")
@@ -68,11 +68,29 @@ def test_evaluation_masks_are_fixed_and_negatives_are_other_documents(
     assert 0 < labels.count(0) < len(labels)
 
 
-def test_samples_without_the_section_are_skipped_within_the_budget(
-    source: ShardSource, sequences: TextSequences
-) -> None:
-    with raises(BudgetError, "budget"):
-        list(open_text_loader(source, sequences, batch=4, train=False, sections=["findings"]))
+class SomeTexts:
+    """Sequences of a source whose every second sample has another section."""
+
+    def __init__(self, source: ShardSource) -> None:
+        self.source, self.label_names, self.fingerprint = source, source.label_names, source.fingerprint
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    def sample(self, position: int) -> Sample:
+        sample = self.source.sample(position)
+        return dataclasses.replace(sample, sections={("findings", "other")[position % 2]: "No effusion. Clear lungs."})
+
+
+def test_samples_without_the_section_do_not_count_as_unreadable(source: ShardSource, sequences: TextSequences) -> None:
+    some: Any = SomeTexts(source)
+    loader = open_text_loader(some, sequences, batch=4, train=True, max_skipped=0, sections=["findings"])
+    for _ in range(2):
+        assert 0 < sum(map(len, loader)) <= -(-len(source) // 2)
+    assert loader.skipped["no_text"] > len(source) // 4
+    nothing = open_text_loader(source, sequences, batch=4, train=False, sections=["findings"])
+    assert list(nothing) == []
+    assert nothing.skipped == {"no_text": len(source)}
 
 
 def test_batches_have_no_pixels(source: ShardSource, sequences: TextSequences) -> None:
