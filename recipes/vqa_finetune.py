@@ -8,8 +8,9 @@
 All weights of a fusion-encoder's checkpoint are used; of a dual-encoder's, the image and text encoder, with a new
 fusion-encoder of the sizes in `fusion`. Learned positions of the image are interpolated to `data.image.size`: 384
 pixels, where M3AE was pretrained at 288 and ALBEF at 256. The answers are those of the training questions (protocol
-`medvl`); `--protocol` selects another one, such as a published system's, whose vocabulary may include the test's
-answers.
+`medvl`); `--protocol` selects another one, such as a published system's. The vocabularies of `m3ae`, `mumc` and `m2i2`
+include the test's answers, which are read from the folders of the other splits beside `data.train`; evaluations state
+it. `pubmedclip` cannot be validated here, as it needs predicted answer types, and `llava_med` has no vocabulary.
 
 Preset `paper`: M3AE on VQA-RAD (Chen et al., arXiv 2209.07098): batch 64, 50 epochs, 5e-6 under a linear schedule
 with a warm-up of a tenth, heads at 50 and the fusion-encoder at 5 times that rate. Its released code chooses the

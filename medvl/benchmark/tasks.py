@@ -32,6 +32,7 @@ from medvl.eval import (
     linear_probe,
     load_ensemble,
     load_prompts,
+    model_vocabulary,
     open_for_evaluation,
     phrase_grounding,
     question_data,
@@ -192,12 +193,18 @@ def _questions(trained: Trained) -> Any:
     recipe.prepare(with_settings(preset, tree, "questions")).train()
     model: Any = load(run_dir / budget.weights)
     training, test = ShardSource(home / "train"), ShardSource(home / "test")
-    questions: Any = QuestionSource(test, "test", model.config.answers, get_protocol("medvl").normalize)
+    rules = get_protocol("medvl")
+    questions: Any = QuestionSource(test, "test", model.config.answers, rules.normalize)
     given = run.evaluation
     loader: Any = open_for_evaluation(
         questions, model.transform, model.tokenizer, batch=given.batch, workers=given.workers, sections=("question",)
     )
-    return evaluate_answers(question_data([training, test]), answer_questions(model, loader), resamples=given.resamples)
+    return evaluate_answers(
+        question_data([training, test]),
+        answer_questions(model, loader),
+        vocabulary=model_vocabulary(model, rules),
+        resamples=given.resamples,
+    )
 
 
 def _reports(trained: Trained) -> Any:

@@ -116,6 +116,7 @@ if TYPE_CHECKING:
     from medvl.eval.vqa.predict import (
         AnswerEval as AnswerEval,
         answer_questions as answer_questions,
+        model_vocabulary as model_vocabulary,
         question_data as question_data,
         read_answer_vocabulary as read_answer_vocabulary,
     )

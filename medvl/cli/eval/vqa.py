@@ -4,7 +4,7 @@ import dataclasses
 import functools
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Literal, cast
 
 from medvl.cli.eval.options import RunOptions, publish_result
 from medvl.common.files import sha256
@@ -13,6 +13,7 @@ from medvl.errors import ConfigError
 if TYPE_CHECKING:
     from medvl.data.shards.source import ShardSource
     from medvl.eval.core.publish import WritePage
+    from medvl.eval.vqa.answer_vocabulary import AnswerVocabulary
     from medvl.eval.vqa.evaluate import VQAResult
     from medvl.eval.vqa.examples import Explain
     from medvl.eval.vqa.predict import QuestionLoader
@@ -37,8 +38,8 @@ def vqa(
         data: folder of shards with questions.
         checkpoint: folder of a checkpoint of recipes/vqa_finetune.py.
         predictions: answers of another system instead of a checkpoint: JSON lines with id, answer and optional score.
-        train: folder of shards with the training questions, from which the baselines are built; default --data, for
-            corpora with all splits in one folder.
+        train: folder of shards with the training questions, from which the baselines are built, and with whose answers
+            the checkpoint's vocabulary is compared; default --data, for corpora with all splits in one folder.
         split: split of the questions.
         protocol: rules for comparing answers; `medvl` is ours, others reproduce published numbers.
         examples: correct and wrong answers on the page, per closed and open question type.
@@ -62,6 +63,7 @@ def vqa(
         answers.predictions,
         protocol=rules,
         split=split,
+        vocabulary=answers.vocabulary,
         resamples=shared.resamples,
         inputs=answers.inputs,
     )
@@ -85,6 +87,8 @@ class _Answers:
     name: str
     path: Path
     inputs: Mapping[str, str]
+    vocabulary: "AnswerVocabulary | Literal['protocol'] | None" = "protocol"
+    """Answers of the model; None if it generates them, "protocol" if they are unknown."""
     explain: "Explain | None" = None
 
 
@@ -95,9 +99,10 @@ def _from_checkpoint(
     from medvl.eval.core.open import load_model, open_for_evaluation, open_source, unsupported_model
     from medvl.eval.core.results import checkpoint_sha256
     from medvl.eval.vqa.explain import explain
-    from medvl.eval.vqa.predict import answer_questions
+    from medvl.eval.vqa.predict import answer_questions, check_answer_types, model_vocabulary
     from medvl.models import VQA
 
+    check_answer_types(rules)
     shards = open_source(shards.folder, [checkpoint])
     model = load_model(checkpoint, shared.device)
     if not isinstance(model, VQA):
@@ -111,6 +116,7 @@ def _from_checkpoint(
         name=f"{model.fusion_model.name} ({checkpoint})",
         path=checkpoint,
         inputs={"checkpoint": checkpoint_sha256(checkpoint)},
+        vocabulary=model_vocabulary(model, rules),
         explain=functools.partial(explain, model, source),
     )
 

@@ -6,7 +6,9 @@ Protocol "vqa"; a `VQAProtocol` gives the rules for comparing answers and the ve
 * "accuracy" is the mean credit of the answers, for the model and for each baseline (`baselines`), over all questions,
   closed and open ones, by question type and organ, and by whether question or answer names a side.
   "gain_over_question_only" is the paired difference to the question-only baseline. "ceiling" is the accuracy of a
-  classifier that always chooses the best vocabulary answer.
+  classifier that always chooses the best answer of the vocabulary: the model's own, of predictions from a file the
+  protocol's; 1 for a model that generates answers.
+* Answers of a model's vocabulary that only the evaluated split has are stated as a flaw: they are not from training.
 * Intervals: the bootstrap resamples images, with all their questions. All rows share the resamples.
 
 Shape letters: N evaluated questions, K rows.
@@ -14,7 +16,7 @@ Shape letters: N evaluated questions, K rows.
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -89,7 +91,7 @@ def evaluate_answers(
     *,
     protocol: VQAProtocol | str = PROTOCOL,
     split: str = "test",
-    vocabulary: AnswerVocabulary | None = None,
+    vocabulary: AnswerVocabulary | Literal["protocol"] | None = "protocol",
     resamples: int = 1000,
     seed: int = 0,
     inputs: Mapping[str, str | None] | None = None,
@@ -101,7 +103,8 @@ def evaluate_answers(
         predictions: question id -> prediction; None evaluates the baselines alone.
         protocol: a protocol or its name.
         split: split of the evaluated questions.
-        vocabulary: answers of the classifier, for the ceiling; default the protocol's own.
+        vocabulary: answers of the model, for the ceiling (`model_vocabulary`); None for a model that generates them;
+            default the protocol's own.
         resamples, seed: number and seed of the bootstrap resamples.
         inputs: further hashes for the results (the checkpoint).
 
@@ -115,8 +118,10 @@ def evaluate_answers(
     if not evaluated.questions:
         raise EvaluationError(f"{data.name}: protocol {protocol.name} includes no question of {split}", "empty")
     _check_ids(predictions, data)
-    if vocabulary is None and protocol.vocabulary:
-        vocabulary = AnswerVocabulary.build(data.questions, protocol)
+    if vocabulary == "protocol":
+        vocabulary = AnswerVocabulary.build(data.questions, protocol) if protocol.vocabulary else None
+    elif vocabulary is not None:
+        protocol = _with_leak(protocol, vocabulary.leaked(data.questions, split, protocol), split)
     systems: dict[str, Predictions] = {} if predictions is None else {MODEL: predictions}
     systems |= baselines(data.part("train").questions, evaluated.questions, protocol)
     credits = {name: _credits(evaluated, answers, protocol) for name, answers in systems.items()}
@@ -132,7 +137,7 @@ def evaluate_answers(
             "vocabulary": None if vocabulary is None else vocabulary.fingerprint,
             **(inputs or {}),
         },
-        details=_details(evaluated, predictions, protocol),
+        details=_details(evaluated, predictions, protocol) | {"vocabulary_of": _origin(vocabulary)},
     )
     return VQAResult(results, evaluated, systems, credits, protocol)
 
@@ -144,6 +149,18 @@ def _config(data: VQAData, protocol: VQAProtocol, vocabulary: AnswerVocabulary |
         "rules": dataclasses.asdict(protocol),
         "vocabulary_size": None if vocabulary is None else len(vocabulary),
     }
+
+
+def _with_leak(protocol: VQAProtocol, leaked: Sequence[str], split: str) -> VQAProtocol:
+    """Return the protocol with a flaw that states the answers that a vocabulary has from the evaluated split."""
+    if not leaked:
+        return protocol
+    flaw = f"the model's vocabulary has {len(leaked)} answers of {split} that no other split has, such as {leaked[0]!r}"
+    return dataclasses.replace(protocol, flaw="; ".join(filter(None, (protocol.flaw, flaw))))
+
+
+def _origin(vocabulary: AnswerVocabulary | None) -> str | None:
+    return None if vocabulary is None else ", ".join(vocabulary.splits) or "the model"
 
 
 def _check_ids(predictions: Predictions | None, data: VQAData) -> None:

@@ -105,8 +105,8 @@ def _facts(result: VQAResult, header: PageHeader) -> list[tuple[str, str]]:
     source = next((key for key in ("checkpoint", "predictions") if inputs.get(key)), None)
     vocabulary = "none: answers are generated"
     if config["vocabulary_size"] is not None:
-        size, parts = config["vocabulary_size"], ", ".join(rules["vocabulary"])
-        vocabulary = hashed(f"{size} of {parts}", inputs.get("vocabulary"))
+        text = f"{config['vocabulary_size']} of {details['vocabulary_of']}"
+        vocabulary = hashed(text, inputs.get("vocabulary"))
     not_predicted, phrasing = details["not_predicted"], ", ".join(rules["phrasing"] or ())
     facts = {
         **({source.capitalize(): hashed(header.model, inputs[source])} if source else {}),

@@ -7,14 +7,17 @@ from typing import Protocol
 import numpy as np
 import torch
 
+from medvl.data.annotations.questions import MIXED
 from medvl.data.loading.vqa_source import QuestionSource
+from medvl.data.shards.format import MANIFEST
 from medvl.data.shards.source import ShardSource
 from medvl.errors import EvaluationError
 from medvl.eval.vqa.answer_vocabulary import AnswerVocabulary
 from medvl.eval.vqa.predictions import Prediction
-from medvl.eval.vqa.protocol import PROTOCOL, get_protocol
+from medvl.eval.vqa.protocol import PROTOCOL, VQAProtocol, get_protocol
 from medvl.eval.vqa.question_set import VQAData
 from medvl.models.downstream.vqa.heads import AnswerPredictions
+from medvl.models.downstream.vqa.model import VQA
 from medvl.models.eval_mode import evaluating
 from medvl.schema import Batch
 
@@ -43,11 +46,41 @@ class QuestionLoader(Protocol):
 
 
 def read_answer_vocabulary(folder: Path | str, protocol: str = PROTOCOL) -> AnswerVocabulary:
-    """Build the answer vocabulary of a protocol from a folder of shards.
+    """Build the answer vocabulary of a protocol from a folder of shards with training questions.
 
-    Raises ShardError if the folder is damaged, and EvaluationError if the protocol's splits have no questions there.
+    Splits of the protocol that the folder lacks are read from the folders beside it that have their names. In a corpus
+    that has all its splits in one folder there may be no validate split, as in VQA-RAD.
+
+    Raises ShardError if a folder is damaged, and EvaluationError if a split of the protocol is in no folder, or the
+    protocol has no vocabulary.
     """
-    return AnswerVocabulary.build(question_data([ShardSource(folder)]).questions, get_protocol(protocol))
+    rules, source = get_protocol(protocol), ShardSource(folder)
+    data = question_data([source])
+    missing = set(rules.vocabulary) - {question.split for question in data.questions}
+    if source.manifest.split == MIXED:
+        missing -= {"validate"}
+    others = [path for split in sorted(missing) if ((path := source.folder.parent / split) / MANIFEST).is_file()]
+    if absent := sorted(missing - {path.name for path in others}):
+        message = f"protocol {rules.name} takes answers of {', '.join(absent)} too, and {source.folder} has none"
+        advice = f"add the shards of these splits as folders of {source.folder.parent}, or choose protocol {PROTOCOL}"
+        raise EvaluationError(f"{message}; {advice}", "missing", field="protocol")
+    if others:
+        data = question_data([source, *map(ShardSource, others)])
+    return AnswerVocabulary.build(data.questions, rules)
+
+
+def model_vocabulary(model: VQA, protocol: VQAProtocol) -> AnswerVocabulary | None:
+    """Return the answers that a model can give, as the protocol compares them; None if it generates them."""
+    return None if model.config.head == "generation" else AnswerVocabulary.of_model(model.config.answers, protocol)
+
+
+def check_answer_types(protocol: VQAProtocol) -> None:
+    """Raise EvaluationError for a protocol that needs predicted answer types: models of medvl do not predict them."""
+    if protocol.closed == "predicted":
+        message = (
+            f"protocol {protocol.name} needs a predicted answer type of each question, and the model predicts none"
+        )
+        raise EvaluationError(f"{message}; choose another protocol", "unsupported", field="protocol")
 
 
 def question_data(sources: Iterable[ShardSource]) -> VQAData:
@@ -79,10 +112,13 @@ class AnswerEval:
 
     Its keys are "vqa/accuracy" over all questions of the loader, and "vqa/closed" and "vqa/open" if there are such. A
     question whose answer is not in the vocabulary is wrong, unless the model generates that answer.
+
+    Raises EvaluationError for a protocol that needs predicted answer types.
     """
 
     def __init__(self, loader: QuestionLoader, protocol: str = PROTOCOL) -> None:
         self.loader, self.protocol = loader, get_protocol(protocol)
+        check_answer_types(self.protocol)
 
     def __call__(self, model: AnswerModel) -> Mapping[str, float]:
         """Return the metrics of the model."""

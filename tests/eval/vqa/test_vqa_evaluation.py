@@ -328,6 +328,25 @@ def test_ceiling_counts_parts_of_answers_where_the_protocol_does():
     assert [ceiling.value for ceiling in ceilings] == pytest.approx([5 / 6, 3 / 6])
 
 
+def test_vocabulary_of_the_model_sets_the_ceiling_and_its_test_answers_are_a_flaw():
+    """A model that was fine-tuned with m3ae's vocabulary, evaluated by medvl's protocol."""
+    protocol = get_protocol("medvl")
+    everything = AnswerVocabulary.build(DATA.questions, get_protocol("m3ae"))
+    own = AnswerVocabulary.of_model(everything.answers, protocol)
+    result = evaluate_answers(DATA, GOLD, vocabulary=own, resamples=0)
+    assert result.results.config["vocabulary_size"] == len(everything)
+    assert result.results.details["vocabulary_of"] == "the model"
+    assert row(result, "overall").value <= row(result, "overall", "ceiling").value
+    assert "2 answers of test that no other split has" in result.results.config["rules"]["flaw"]
+    assert result.protocol.flaw == result.results.config["rules"]["flaw"]
+    trained = AnswerVocabulary.of_model(["Right lung", "yes", "axial", "the right lung", "another corpus"], protocol)
+    assert trained.answers == ("right lung", "yes", "axial", "another corpus")
+    assert evaluate_answers(DATA, GOLD, vocabulary=trained, resamples=0).results.config["rules"]["flaw"] == ""
+    generated = evaluate_answers(DATA, GOLD, vocabulary=None, resamples=0)
+    assert row(generated, "overall", "ceiling").value == pytest.approx(5 / 6)
+    assert generated.results.config["vocabulary_size"] is None
+
+
 def test_m2i2_compares_by_the_rules_of_vqa_v2():
     credit = get_protocol("m2i2").credit
     assert credit("35 cm", make_question("1", "how large?", "3.5 cm")) == 0

@@ -1,5 +1,6 @@
 """VQA: the question source, the model on any fusion-encoder, and accuracy during training."""
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -8,15 +9,19 @@ import pytest
 import torch
 from helpers.errors import raises
 from helpers.fusion_samples import TEXTS, TINY, make_batch, tiny_model, tiny_tokenizer
+from helpers.shard_plans import OPTIONS, make_plan
 from helpers.vqa_corpora import write_rad_shards
 
 import medvl
+from medvl.data.convert.options import ShardRun
+from medvl.data.convert.pipeline import write_shards
 from medvl.data.loading.loader import open_loader
 from medvl.data.loading.vqa_source import QuestionSource
+from medvl.data.privacy.deidentify import Deidentifier
 from medvl.data.shards.source import ShardSource
 from medvl.data.transforms.image import ConVIRTAugmentation, EvalTransform
 from medvl.data.transforms.text import WholeText
-from medvl.errors import ConfigError, CorpusError
+from medvl.errors import ConfigError, CorpusError, EvaluationError
 from medvl.eval import AnswerEval, answer_questions, evaluate_answers, normalize_answer, read_answer_vocabulary
 from medvl.eval.vqa.predict import question_data
 from medvl.models import VQA, create_vqa, save
@@ -229,6 +234,43 @@ def test_accuracy_is_measured_during_training(folder: Path) -> None:
     assert {prediction.answer for prediction in said.values()} == {"right lung"}
     result = evaluate_answers(question_data([ShardSource(folder)]), said, resamples=10)
     assert result.results.row("accuracy", "overall").value == 0.5
+
+
+ANSWERS_OF = {"train": ("yes", "no"), "validate": ("2", "left"), "test": ("left", "right lung")}
+
+
+def write_splits(home: Path, *splits: str) -> Path:
+    """Write shards with a folder for each split; return their parent."""
+    plan = make_plan(home / "images", 2 * len(splits))
+    for number, record in enumerate(plan.records):
+        split = splits[number // 2]
+        answer = ANSWERS_OF[split][number % 2]
+        question = {"id": f"q{number}", "question": "what?", "answer": answer, "answer_type": "open", "split": split}
+        sample = dataclasses.replace(record.sample, split=split, extra={"questions": [question]})
+        plan.records[number] = dataclasses.replace(record, sample=sample)
+    write_shards(plan, Deidentifier(bytes(32)), ShardRun(out=home / "shards", workers=1), OPTIONS)
+    return home / "shards"
+
+
+def test_vocabulary_has_the_answers_of_all_splits_of_its_protocol(folder: Path, tmp_path: Path) -> None:
+    shards = write_splits(tmp_path, "train", "validate", "test")
+    assert read_answer_vocabulary(shards / "train").splits == ("train",)
+    vocabulary = read_answer_vocabulary(shards / "train", "m3ae")
+    assert vocabulary.answers == ("left", "2", "no", "right lung", "yes")
+    assert vocabulary.splits == ("train", "validate", "test")
+    rad = read_answer_vocabulary(folder, "m3ae")  # one folder, without a validate split
+    assert rad.splits == ("train", "test")
+
+
+def test_protocols_that_no_vocabulary_can_be_read_for_are_refused(folder: Path, tmp_path: Path) -> None:
+    shards = write_splits(tmp_path, "train", "test")
+    with raises(EvaluationError, "missing", "protocol", names="validate"):
+        read_answer_vocabulary(shards / "train", "m3ae")
+    with raises(EvaluationError, "unsupported", "protocol", names="llava_med"):
+        read_answer_vocabulary(folder, "llava_med")
+    loader = loader_of(source_of(folder, "test"), tiny_vqa())
+    with raises(EvaluationError, "unsupported", "protocol", names="pubmedclip"):
+        AnswerEval(loader, "pubmedclip")
 
 
 def test_parameter_groups_have_three_learning_rates() -> None:
