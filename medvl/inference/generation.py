@@ -22,6 +22,7 @@ from medvl.common.seeding import derive
 from medvl.common.untrusted import ANYWHERE, read_limited
 from medvl.data.images.codecs import encode_png
 from medvl.data.images.generated import GeneratedImages, GeneratedImagesWriter, Generation
+from medvl.data.loading.sources import color_for
 from medvl.data.loading.subset import select_samples
 from medvl.data.shards.source import ShardSource
 from medvl.data.transforms.text import WholeText
@@ -205,7 +206,7 @@ def reconstruct_images(
         for number in numbers:
             position = prompts[number].position
             assert position is not None
-            pixels = images.pixels(position)
+            pixels = images.pixels(position, color_for(images, model.transform))
             rows.append(transform(pixels, np.random.default_rng(0)).image_HWC.transpose(2, 0, 1))
         image_BCHW = torch.from_numpy(np.stack(rows)).to(model.device)
         made: np.ndarray = model.reconstruct(image_BCHW).cpu().numpy()

@@ -43,7 +43,7 @@ class RegionDetector(Protocol):
         width: width of the features.
         class_names: classes of the distribution, the background included; empty without one.
         trained_on: manifests of the shards that it was trained on, as JSON objects; empty if unknown.
-        color: whether it reads RGB instead of grey images.
+        color: whether it reads RGB instead of grey images; None: as the shards have them.
     """
 
     name: str
@@ -52,7 +52,7 @@ class RegionDetector(Protocol):
     width: int
     class_names: tuple[str, ...]
     trained_on: tuple[Mapping[str, Any], ...]
-    color: bool
+    color: bool | None
 
     def prepare(self, pixels: np.ndarray) -> Any:
         """Return an image, uint8 (H, W) or (H, W, 3), as `__call__` takes it; called in threads."""

@@ -131,6 +131,10 @@ class ItemMaker:
         """Return the item of one sample. `pixels` are uint8, (H, W) or (H, W, 3)."""
         return self.row(sample, self.views(sample.key, pixels, epoch, sample=sample), epoch)
 
+    def rng(self, epoch: int, key: str, purpose: str) -> np.random.Generator:
+        """Return the random generator of one sample in one epoch (`sample_rng`)."""
+        return sample_rng(self.seed, epoch, key, purpose)
+
     def views(
         self,
         key: str,
@@ -147,13 +151,13 @@ class ItemMaker:
         (`medvl.data.transforms.mirroring.texts_and_names`).
         """
         built = self._built(sample)
-        image = built(pixels, sample_rng(self.seed, epoch, key, "image"))
+        image = built(pixels, self.rng(epoch, key, "image"))
 
         def augment(pixels: np.ndarray | None, purpose: str) -> Transformed | None:
             """Return another augmentation, flipped like `image` where the text names sides."""
             if pixels is None:
                 return None
-            rng = sample_rng(self.seed, epoch, key, purpose)
+            rng = self.rng(epoch, key, purpose)
             while True:
                 augmented = built(pixels, rng)
                 if self.image.flip != "swap_text" or augmented.flipped == image.flipped:

@@ -28,7 +28,8 @@ class ConcatSource:
         folder: all folders, for messages.
         label_names: label names of all folders, in order of first appearance.
         counts: samples of each folder.
-        manifest: merged manifest that a checkpoint stores: shards and patients of all folders.
+        manifest: merged manifest that a checkpoint stores: shards and patients of all folders. With a folder in colour
+            it is in colour, as loaders read all folders then.
         region_manifest: that of the first folder's regions; the others have the same detector.
 
     Raises:
@@ -64,7 +65,7 @@ class ConcatSource:
         source, place = self._locate(position)
         return source.sample(place)
 
-    def pixels(self, position: int, color: bool = False) -> np.ndarray:
+    def pixels(self, position: int, color: bool | None = None) -> np.ndarray:
         """Return the decoded image. Raises ImageError or ShardError."""
         source, place = self._locate(position)
         return source.pixels(place, color)
@@ -99,6 +100,7 @@ def _merge(manifests: Sequence[Manifest]) -> Manifest:
         samples=sum(manifest.samples for manifest in manifests),
         shards=tuple(shard for manifest in manifests for shard in manifest.shards),
         label_names=tuple(dict.fromkeys(name for manifest in manifests for name in manifest.label_names)),
+        options={**manifests[0].options, "color": any(manifest.color for manifest in manifests)},
         patients=tuple(sorted({patient for manifest in manifests for patient in manifest.patients})),
         generators=_distinct([generator for manifest in manifests for generator in manifest.generators]),
     )

@@ -16,21 +16,12 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from medvl.common.ranks import check_ranks
-from medvl.data.loading.collate import (
-    Collate,
-    Item,
-    ItemMaker,
-    TargetMaker,
-    Tokenize,
-    Views,
-    init_worker,
-    sample_rng,
-)
+from medvl.data.loading.collate import Collate, Item, ItemMaker, TargetMaker, Tokenize, Views, init_worker
 from medvl.data.loading.concat import ConcatSource
 from medvl.data.loading.priors import NO_PRIOR, prior_positions
 from medvl.data.loading.sampler import BatchSampler, EvalSampler, MixedSampler, TrainSampler
 from medvl.data.loading.skipped import NO_IMAGE, SkipBudget, SkippedSample
-from medvl.data.loading.sources import Source, is_remote, region_manifest_of
+from medvl.data.loading.sources import Source, has_color, is_remote, region_manifest_of
 from medvl.data.loading.studies import StudySource
 from medvl.data.loading.worker_errors import TIMEOUT, PassErrors, with_worker_errors
 from medvl.data.storage.store import map_threads
@@ -137,7 +128,7 @@ class SampleDataset(Dataset[Item | SkippedSample]):
         """Return the decoded image, and another one of its study where the system needs one."""
         if not isinstance(self.source, StudySource):
             return self._pixels(position), None
-        rng = sample_rng(self.maker.seed, epoch, key, "views") if self._draws_views else None
+        rng = self.maker.rng(epoch, key, "views") if self._draws_views else None
         return self.source.two_images(position, self.color, rng)
 
     def _region_views(self, position: int) -> Views:
@@ -214,7 +205,7 @@ class Loader:
 
     @property
     def skipped(self) -> Counter[str]:
-        """Number of skipped samples so far, by reason."""
+        """Number of skips so far, by reason; a sample counts in every pass that leaves it out."""
         return self._skips.reasons
 
     @property
@@ -288,7 +279,7 @@ def open_loader(
     rank: int | None = None,
     world: int | None = None,
     workers: int = 0,
-    color: bool = False,
+    color: bool | None = None,
     max_skipped: float = 0.001,
     together: int = 1,
     timeout: float = TIMEOUT,
@@ -304,10 +295,12 @@ def open_loader(
         image, text: image transform, and text policy, which selects the text of a sample.
         tokenizer: runs in the workers; `medvl.data.no_text` for models without a text encoder.
         train: shuffle and drop the incomplete last batch; otherwise yield every sample once, in order.
-        seed, color: seed of the order and of the augmentation; three image channels instead of one.
+        seed: seed of the order and of the augmentation.
+        color: read RGB images, so that C = 3, else grey ones. None: RGB if any shards of the source are in colour.
         rank, world: by default those of the process group, or of torchrun. In evaluation 0 and 1 read all batches.
         workers: number of prefetching processes; 0 reads in this process.
-        max_skipped: budget of unreadable samples: below 1 a fraction of the source, else a number.
+        max_skipped: budget of unreadable samples over all passes, each counted once: below 1 a fraction of the source,
+            else a number. A resumed run counts from zero.
         together: in training, up to this many samples of one image follow one another and share the augmented image.
         timeout: seconds without a batch after which a worker is considered hung.
         inputs: optional parts of the batches, `System.inputs`; None: no optional parts. With `regions`, pixels are not
@@ -331,14 +324,9 @@ def open_loader(
     shared = None if train and together == 1 else image_keys
     _check_inputs(inputs or Inputs(), source, shared)
     maker = ItemMaker(image, text, source.label_names, seed, inputs, targets)
-    samples = SampleDataset(
-        source,
-        maker,
-        color,
-        shared,
-        train if keep_imageless is None else keep_imageless,
-        draws_views=train and maker.inputs.drawn_view,
-    )
+    color = has_color(source) if color is None else color
+    keep = train if keep_imageless is None else keep_imageless
+    samples = SampleDataset(source, maker, color, shared, keep, train and maker.inputs.drawn_view)
     collate = Collate(tokenizer, maker.inputs, maker.targets)
     return Loader(source, sampler, samples, collate, workers=workers, max_skipped=max_skipped, timeout=timeout)
 

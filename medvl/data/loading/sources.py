@@ -8,6 +8,7 @@ import numpy as np
 
 from medvl.common.untrusted import InputFolders
 from medvl.data.shards.regions import RegionManifest
+from medvl.data.transforms.image import EvalTransform
 from medvl.errors import SplitError
 from medvl.schema import Sample
 
@@ -26,8 +27,11 @@ class Source(Protocol):
     def sample(self, position: int) -> Sample:
         """Return the sample at `position`, without its pixels."""
 
-    def pixels(self, position: int, color: bool = False) -> np.ndarray:
-        """Return the decoded image of the sample at `position`: uint8 (H, W) or (H, W, C)."""
+    def pixels(self, position: int, color: bool | None = None) -> np.ndarray:
+        """Return the decoded image of the sample at `position`: uint8 (H, W), or (H, W, 3) with `color`.
+
+        None: as the source has its images, in colour or in grey.
+        """
 
 
 def region_manifest_of(source: Any) -> RegionManifest | None:
@@ -38,15 +42,33 @@ def region_manifest_of(source: Any) -> RegionManifest | None:
 
 def is_remote(source: Any) -> bool:
     """Return whether a source, or one that it is a view of, reads from a remote store."""
-    parts = getattr(source, "sources", None) or [getattr(source, "source", None)]
-    return bool(getattr(source, "is_remote", False)) or any(is_remote(part) for part in parts if part is not None)
+    return bool(getattr(source, "is_remote", False)) or any(map(is_remote, _parts(source)))
 
 
 def is_synthetic(source: Any) -> bool:
     """Return whether images of a source, or of one that it is a view of, are synthetic (`medvl shards generated`)."""
-    parts = getattr(source, "sources", None) or [getattr(source, "source", None)]
     generators = getattr(getattr(source, "manifest", None), "generators", ())
-    return bool(generators) or any(is_synthetic(part) for part in parts if part is not None)
+    return bool(generators) or any(map(is_synthetic, _parts(source)))
+
+
+def has_color(source: Any) -> bool:
+    """Return whether shards of a source, or of one that it is a view of, are in colour (`ShardOptions.color`)."""
+    return bool(getattr(getattr(source, "manifest", None), "color", False)) or any(map(has_color, _parts(source)))
+
+
+def color_for(source: Any, transform: EvalTransform) -> bool:
+    """Return whether a model whose transform this is gets RGB images of a source in an evaluation.
+
+    It gets them as it was trained, so that files and shards give the same pixels, and without a record of its training
+    as the source has them.
+    """
+    return has_color(source) if transform.trained_color is None else transform.trained_color
+
+
+def _parts(source: Any) -> list[Any]:
+    """Return the sources that a source is made of, or is a view of."""
+    parts = getattr(source, "sources", None) or [getattr(source, "source", None)]
+    return [part for part in parts if part is not None]
 
 
 def check_real(source: Any, field: str = "data") -> None:
@@ -83,11 +105,11 @@ class FileSource:
         """Return the sample at `position`, without its pixels."""
         return self.samples[position]
 
-    def pixels(self, position: int, color: bool = False) -> np.ndarray:
+    def pixels(self, position: int, color: bool | None = None) -> np.ndarray:
         """Return uint8 (H, W), or (H, W, 3) with `color`. Raises DicomError, ImageError or FileNotFoundError.
 
-        A link out of the folders is an error with the code "outside_folder".
+        None is grey. A link out of the folders is an error with the code "outside_folder".
         """
         from medvl.data.images.read import read_pixels  # imports pydicom, which takes time
 
-        return read_pixels(self.samples[position].image, color=color, folders=self.folders)[0]
+        return read_pixels(self.samples[position].image, color=bool(color), folders=self.folders)[0]

@@ -31,7 +31,7 @@ class StudySource(Subset):
         self._ends = np.cumsum([len(images) for images in ordered])
 
     def two_images(
-        self, position: int, color: bool = False, rng: np.random.Generator | None = None
+        self, position: int, color: bool | None = None, rng: np.random.Generator | None = None
     ) -> tuple[np.ndarray | None, np.ndarray | None]:
         """Return the decoded pixels of two images of a study: the first and the other one, or with `rng` any two.
 
@@ -43,7 +43,7 @@ class StudySource(Subset):
         first, other, *_ = [*(self._pixels(int(place), color) for place in images[:2]), None]
         return (other, None) if first is None else (first, other)
 
-    def _pixels(self, place: int, color: bool) -> np.ndarray | None:
+    def _pixels(self, place: int, color: bool | None) -> np.ndarray | None:
         try:
             return self.source.pixels(place, color)
         except ImageError as error:

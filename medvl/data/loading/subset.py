@@ -43,7 +43,7 @@ class SourceView:
         """Return the sample at `position`, without its pixels."""
         return self.source.sample(self.source_position(position))
 
-    def pixels(self, position: int, color: bool = False) -> np.ndarray:
+    def pixels(self, position: int, color: bool | None = None) -> np.ndarray:
         """Return the decoded image at `position`."""
         return self.source.pixels(self.source_position(position), color)
 

@@ -80,7 +80,7 @@ class QuestionSource:
             age=image.age,
         )
 
-    def pixels(self, position: int, color: bool = False) -> np.ndarray:
+    def pixels(self, position: int, color: bool | None = None) -> np.ndarray:
         """Return the decoded image of the question at `position`. Raises ImageError or ShardError."""
         return self.source.pixels(self.questions[position].image, color)
 

@@ -91,7 +91,7 @@ def shared_images(images: HashedImages, others: HashedImages, *, limit: int = SA
 
 def _hash_one(source: ShardSource, position: int) -> np.ndarray | str:
     try:
-        bits = perceptual_hash(source.pixels(position))
+        bits = perceptual_hash(source.pixels(position, color=False))
     except ImageError as error:
         return error.code
     return "of_one_colour" if bits is None else bits

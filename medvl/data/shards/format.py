@@ -92,6 +92,11 @@ class Manifest:
         content = [self.corpus, self.split, list(self.label_names), [shard.sha256 for shard in self.shards]]
         return hashlib.sha256(json.dumps(content).encode()).hexdigest()
 
+    @property
+    def color(self) -> bool:
+        """Whether the images are stored in colour (`ShardOptions.color`)."""
+        return bool(self.options.get("color"))
+
     def to_json(self) -> dict[str, Any]:
         """Return the content of `manifest.json`; `generators` only where there are any."""
         content = dataclasses.asdict(self)

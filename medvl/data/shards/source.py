@@ -100,9 +100,12 @@ class ShardSource:
             raise ImageError(f"{self.folder}: sample {index.keys[row]} has no image", "no_image")
         return self._read(shard, row, index.image[row])
 
-    def pixels(self, position: int, color: bool = False) -> np.ndarray:
-        """Return the decoded image: uint8 (H, W), or (H, W, 3) with `color`. Raises ImageError or ShardError."""
-        return decode_image(self.image_bytes(position), color=color)
+    def pixels(self, position: int, color: bool | None = None) -> np.ndarray:
+        """Return the decoded image: uint8 (H, W), or (H, W, 3) with `color`. Raises ImageError or ShardError.
+
+        None: in colour where the shards are (`ShardOptions.color`).
+        """
+        return decode_image(self.image_bytes(position), color=self.manifest.color if color is None else color)
 
     def has_image(self, position: int) -> bool:
         """Return whether the sample at `position` has an image."""

@@ -106,6 +106,11 @@ class EvalTransform:
         """Handling of horizontal flips."""
         return "off"
 
+    @property
+    def trained_color(self) -> bool | None:
+        """Whether the model was trained on RGB images; None if it has no record of its training."""
+        return None
+
     def build(self) -> BuiltTransform:
         """Return the function that loader workers call."""
         return self._apply
@@ -203,6 +208,11 @@ class OriginalTransform(EvalTransform):
     quality: int
     color: bool
 
+    @property
+    def trained_color(self) -> bool | None:
+        """See the base class."""
+        return self.color
+
     def read(self, image: "ImageInput", *, frame: int | None = None) -> np.ndarray:
         """See the base class."""
         from medvl.data.images.inputs import read_image
@@ -251,8 +261,8 @@ class RandomCrop:
 class ConVIRTAugmentation:
     """ConVIRT's augmentation: random crop, flip, affine, brightness and contrast, blur (appendix of arXiv 2010.00747).
 
-    Brightness and contrast are multiplicative factors around zero and around the mean, as in torchvision. A crop that is
-    larger than the output is shrunk by averaging areas, as in evaluation.
+    Brightness and contrast are multiplicative factors around zero and around the mean, as in torchvision. A crop larger
+    than the output is shrunk by averaging areas, as in evaluation.
     """
 
     size: int = 224

@@ -10,7 +10,7 @@ import torch
 from medvl.data.annotations.questions import MIXED
 from medvl.data.convert.webdataset import cached_shards
 from medvl.data.loading.loader import Loader, open_loader
-from medvl.data.loading.sources import Source, check_real, region_manifest_of
+from medvl.data.loading.sources import Source, check_real, color_for, region_manifest_of
 from medvl.data.loading.subset import no_text
 from medvl.data.shards.regions import find_regions
 from medvl.data.shards.source import ShardSource
@@ -46,8 +46,8 @@ def load_ensemble(checkpoints: Sequence[Path], device: str = "auto") -> list[Dua
 
     Raises:
         CheckpointError: a checkpoint cannot be loaded.
-        ConfigError: a model is not a dual-encoder, or uses another image transform than the first, so that they cannot
-            share a loader.
+        ConfigError: a model is not a dual-encoder, or uses another image transform than the first, or one was trained
+            in colour and one in grey, so that they cannot share a loader.
     """
     models: list[DualEncoder] = []
     for checkpoint in checkpoints:
@@ -55,7 +55,8 @@ def load_ensemble(checkpoints: Sequence[Path], device: str = "auto") -> list[Dua
         if not isinstance(model, DualEncoder):
             raise unsupported_model(checkpoint, model, "give the checkpoint of a dual-encoder")
         models.append(model)
-        if model.transform != models[0].transform:
+        first, color = models[0].transform, model.transform.trained_color
+        if model.transform != first or bool(color) != bool(first.trained_color):
             message = f"{checkpoint} and {checkpoints[0]} have different image transforms; evaluate them separately"
             raise ConfigError(message, "mismatch", field="checkpoint")
     return models
@@ -134,6 +135,8 @@ def open_for_evaluation(
 ) -> Loader:
     """Open a loader that yields every sample of a source once, in order.
 
+    Images are in colour or in grey as the model was trained, as of original files (`color_for`).
+
     Args:
         source: the samples.
         transform: the model's image transform.
@@ -156,5 +159,6 @@ def open_for_evaluation(
         rank=ranks[0],
         world=ranks[1],
         workers=workers,
+        color=color_for(source, transform),
         inputs=inputs,
     )

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from medvl.data.loading.sources import color_for
 from medvl.data.reports.labeler import find_mentions
 from medvl.data.reports.statements import place_words
 from medvl.errors import EvaluationError
@@ -173,11 +174,12 @@ def side_scores(
 ) -> Array:
     """Return (len(rows), L): logits of the patient's left half, doubled, minus those of the right half, doubled."""
     transform, rng = encoder.transform.build(), np.random.default_rng(0)
+    color = color_for(images.source, encoder.transform)
     device, parts = next(encoder.module.parameters()).device, []
     with evaluating(encoder.module):
         for start in range(0, len(rows), _BATCH):
             chosen = [images.scored.positions[row] for row in rows[start : start + _BATCH].tolist()]
-            squares = [transform(images.source.pixels(position), rng).image_HWC for position in chosen]
+            squares = [transform(images.source.pixels(position, color), rng).image_HWC for position in chosen]
             halves = [np.stack([double(square, side) for square in squares]) for side in _SIDES]
             pixels = [torch.from_numpy(half.transpose(0, 3, 1, 2).copy()).to(device) for half in halves]
             left, right = (classifier.logits(encoder.module(each).pooled_BD.float().cpu()) for each in pixels)

@@ -48,7 +48,7 @@ class FramedSource(SourceView):
         super().__init__(source, f"{source.fingerprint} {size} {fit}".encode())
         self._transform = EvalTransform(size=size, fit=fit)
 
-    def pixels(self, position: int, color: bool = False) -> np.ndarray:
+    def pixels(self, position: int, color: bool | None = None) -> np.ndarray:
         """Return uint8 (size, size), or (size, size, 3) with `color`. Raises ImageError or ShardError."""
         pixels = self.source.pixels(position, color)
         image_HWC = self._transform.build()(pixels, np.random.default_rng(0)).image_HWC
@@ -76,7 +76,7 @@ class GeneratedSource(FileSource):
         """Prompt of each image, with white space collapsed."""
         return [" ".join(row.prompt.split()) for row in self.images.rows]
 
-    def pixels(self, position: int, color: bool = False) -> np.ndarray:
+    def pixels(self, position: int, color: bool | None = None) -> np.ndarray:
         """Return uint8 (H, W), or (H, W, 3) with `color`. Raises CorpusError or ImageError."""
         image_HW = self.images.pixels(position)
         return np.repeat(image_HW[:, :, None], 3, axis=2) if color else image_HW

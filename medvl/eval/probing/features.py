@@ -22,6 +22,7 @@ import medvl
 from medvl.common.files import write_atomic
 from medvl.common.ranks import exchange_bytes
 from medvl.common.seeding import seeded
+from medvl.data.loading.sources import color_for
 from medvl.data.transforms.image import EvalTransform
 from medvl.encoders import ImageEncoder, create_image_encoder
 from medvl.encoders.pretrained import Pretrained, weights_sha256
@@ -145,6 +146,7 @@ def _describe(encoder: ProbedEncoder, source: Source) -> str:
         "encoder": encoder.sha256,
         "source": source.fingerprint,
         "transform": ["EvalTransform", encoder.transform.settings()],
+        "color": color_for(source, encoder.transform),
         "versions": [medvl.__version__, str(torch.__version__)],
     }
     return json.dumps(description, sort_keys=True)

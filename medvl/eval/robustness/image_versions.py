@@ -170,7 +170,7 @@ class VersionSource(SourceView):
         content = [str(source.fingerprint), str(seed), *map(str, versions)]
         super().__init__(source, "\n".join(content).encode())
         self.versions, self.seed, self.texts = tuple(versions), seed, texts
-        self._last: tuple[tuple[int, bool], str, np.ndarray] | None = None
+        self._last: tuple[tuple[int, bool | None], str, np.ndarray] | None = None
 
     def __len__(self) -> int:
         return len(self.source) * len(self.versions)
@@ -186,7 +186,7 @@ class VersionSource(SourceView):
         sections = sample.sections if self.texts else {}
         return dataclasses.replace(sample, key=self.key(sample.key, version), sections=sections)
 
-    def pixels(self, position: int, color: bool = False) -> np.ndarray:
+    def pixels(self, position: int, color: bool | None = None) -> np.ndarray:
         """Return the pixels of a version."""
         image, version = divmod(position, len(self.versions))
         if self._last is None or self._last[0] != (image, color):

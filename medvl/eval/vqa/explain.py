@@ -9,6 +9,7 @@ import torch
 from numpy.typing import NDArray
 
 from medvl.data.loading.collate import Collate, Item, ItemMaker
+from medvl.data.loading.sources import color_for
 from medvl.data.loading.vqa_source import QuestionSource
 from medvl.data.transforms.image import EvalTransform
 from medvl.data.transforms.text import WholeText
@@ -57,13 +58,14 @@ def _batches(model: VQA, source: QuestionSource, ids: Collection[str]) -> Iterat
     assert model.tokenizer is not None, "needed by answer_questions"
     maker = ItemMaker(model.transform, WholeText(sections=("question",)), source.label_names, 0, model.inputs)
     collate = Collate(model.tokenizer, model.inputs)
+    color = color_for(source, model.transform)
     positions = [position for position, entry in enumerate(source.questions) if entry.question.id in ids]
     for start in range(0, len(positions), _BATCH):
         rows: dict[str, Item] = {}
         for position in positions[start : start + _BATCH]:
             name = source.questions[position].question.id
             try:
-                rows[name] = _item(maker, source, position)
+                rows[name] = _item(maker, source, position, color)
             except (MedvlError, OSError):
                 _log.warning("question %s is not explained: its image could not be read again", name)
         batch, _ = collate(list(rows.values()))
@@ -71,11 +73,11 @@ def _batches(model: VQA, source: QuestionSource, ids: Collection[str]) -> Iterat
             yield list(rows), batch
 
 
-def _item(maker: ItemMaker, source: QuestionSource, position: int) -> Item:
+def _item(maker: ItemMaker, source: QuestionSource, position: int, color: bool) -> Item:
     sample = source.sample(position)
     if maker.inputs.regions:
         return maker.row(sample, maker.region_views(source.regions(position)), 0)
-    return maker(sample, source.pixels(position), 0)
+    return maker(sample, source.pixels(position, color), 0)
 
 
 def _explanations(model: VQA, batch: Batch, answers: int) -> list[Explanation]:

@@ -13,6 +13,7 @@ import torch
 
 from medvl.common.folders import new_folder, wait_for
 from medvl.common.ranks import rank_and_world
+from medvl.data.loading.sources import has_color
 from medvl.data.loading.subset import select_samples
 from medvl.data.transforms.image import ConVIRTAugmentation, EvalTransform, RandomCrop
 from medvl.data.transforms.text import WholeText
@@ -144,6 +145,7 @@ def _cache_key(data: GenerationDataConfig, source: Any, model: Any) -> str:
     digest = hashlib.sha256()
     settings = [source.fingerprint, model.transform.settings(), repr(data.text), model.config.max_tokens]
     settings += [model.config.text_mask, model.config.train_text, sorted(model.tokenizer.vocabulary.items())]
+    settings.append(has_color(source))
     digest.update(json.dumps(settings, sort_keys=True).encode())
     for part in parts:
         for name, tensor in part.state_dict().items():

@@ -74,6 +74,8 @@ def test_tars_train_as_they_are(folder: Path, bucket: Bucket, caplog: pytest.Log
     batches = list(loader)
     keys = Counter(key for batch in batches for key in batch.keys)
     assert len(batches) == COUNT // 4
+    assert {batch.image_BCHW.shape[1] for batch in batches} == {3}  # as in evaluations of tars
+    assert next(iter(opened(pattern, color=False))).image_BCHW.shape[1] == 1
     assert len(keys) >= COUNT // 2
     assert max(keys.values()) <= 2
     assert {text for batch in batches for text in batch.texts} <= {f"Caption of image {n}." for n in range(COUNT)}
@@ -150,7 +152,7 @@ def test_evaluations_read_tars(folder: Path, tmp_path: Path, monkeypatch: pytest
     assert isinstance(source.folder, Path)
     assert (source.folder / "manifest.json").is_file()
     assert open_source(pattern).folder.stat() == changed  # converted once
-    assert source.pixels(0, color=True).shape == (40, 50, 3)
+    assert source.pixels(0).shape == (40, 50, 3)
 
 
 @pytest.mark.parametrize(

@@ -165,7 +165,8 @@ def test_the_affine_scale_keeps_the_aspect() -> None:
         inside = apply(image, rng(seed)).image_HWC[:, :, 0] > 127
         sides.append((inside.any(axis=0).sum(), inside.any(axis=1).sum()))
     assert all(abs(int(width) - int(height)) <= 1 for width, height in sides)
-    assert min(sides)[0] < 65 and max(sides)[0] > 95
+    assert min(sides)[0] < 65
+    assert max(sides)[0] > 95
 
 
 def test_flip_off_never_flips() -> None:

@@ -14,6 +14,7 @@ import torch
 from helpers.errors import raises
 from helpers.fusion_samples import tiny_model, tiny_tokenizer
 from helpers.html_pages import Reader, check_resources, read
+from helpers.mimic_files import textured
 from helpers.script_modules import load_script
 from helpers.vqa_corpora import rad_row, write_image
 
@@ -23,6 +24,7 @@ from medvl.cli.eval.vqa import vqa
 from medvl.data.convert.options import ShardOptions, ShardRun
 from medvl.data.convert.pipeline import write_shards
 from medvl.data.corpora.questions import vqa_rad
+from medvl.data.images.codecs import encode_jpeg
 from medvl.data.loading.loader import Loader
 from medvl.data.loading.vqa_source import QuestionSource
 from medvl.data.privacy.deidentify import Deidentifier
@@ -376,7 +378,13 @@ def test_vqa_command_writes_the_page(home: Path, capsys: pytest.CaptureFixture[s
     assert str(out / "index.html") in capsys.readouterr().out
     reader = read(out / "index.html")
     assert any("heat map (Words)" in image["alt"] for image in images(reader))
-    assert json.loads((out / "results.json").read_text())["inputs"]["checkpoint"]
+    results = json.loads((out / "results.json").read_text())
+    assert results["inputs"]["checkpoint"]
+    assert results["config"]["vocabulary_size"] == len(ANSWERS)  # of the model: train has three answers
+    assert any(text.startswith("5 of the model") for text in reader.text)
+    with pytest.raises(SystemExit):
+        cli.main(["eval", "vqa", "--checkpoint", str(home / "run" / "best"), *data, "--protocol", "pubmedclip"])
+    assert "needs a predicted answer type" in capsys.readouterr().err
 
     answers = home / "answers.jsonl"
     answers.write_text("".join(json.dumps({"id": str(100 + n), "answer": "yes"}) + "\n" for n in range(12)))
@@ -411,3 +419,21 @@ def test_checkpoint_without_a_vqa_head_is_refused(home: Path, tmp_path: Path) ->
     save(tiny_model("dual_stream", tiny_tokenizer()), tmp_path)
     with raises(ConfigError, "unsupported", "checkpoint"):
         vqa(home / "shards" / "mixed", RunOptions(), checkpoint=tmp_path)
+
+
+def test_explanations_read_the_colors_that_answers_are_given_to(model: VQA, tmp_path: Path) -> None:
+    """The best answer of an explanation has the score of the answer, also of a question about a colour image."""
+    write_corpus(tmp_path)
+    for number in range(6):
+        channels = [textured(10 * number + channel, 70, 90) for channel in range(3)]
+        (tmp_path / "images" / f"synpic{number}.jpg").write_bytes(encode_jpeg(np.stack(channels, axis=2), 95))
+    deid = Deidentifier(bytes(32))
+    options = ShardOptions(keep_textless=True, color=True)
+    write_shards(vqa_rad.plan(tmp_path, deid), deid, ShardRun(out=tmp_path / "shards", workers=1), options)
+    source = QuestionSource(ShardSource(tmp_path / "shards" / "mixed"), "test", ANSWERS, normalize_answer)
+    loader = open_questions(model, source, 8)
+    assert next(iter(loader)).image_BCHW.shape[1] == 3
+    answers = answer_questions(model, loader)
+    explained = explain(model, source, answers)
+    scores = {name: pytest.approx(prediction.score, abs=1e-5) for name, prediction in answers.items()}
+    assert {name: explanation.answers[0][1] for name, explanation in explained.items()} == scores

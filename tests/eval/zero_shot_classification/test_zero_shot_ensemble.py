@@ -3,6 +3,7 @@
 import functools
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,9 +19,10 @@ from medvl.data.convert.options import ShardRun
 from medvl.data.convert.pipeline import write_shards
 from medvl.data.privacy.deidentify import Deidentifier
 from medvl.data.tokenizer.tokenizer import train_wordpiece
+from medvl.data.transforms.image import OriginalTransform
 from medvl.errors import ConfigError, EvaluationError
 from medvl.eval import load_prompts, zero_shot
-from medvl.eval.core.open import load_ensemble, open_for_evaluation, open_source
+from medvl.eval.core.open import load_ensemble, load_model, open_for_evaluation, open_source
 from medvl.eval.zero_shot_classification.scores import predict
 from medvl.models.checkpoint import save
 from medvl.schema import FINDINGS, Embeddings
@@ -111,6 +113,22 @@ def checkpoint(folder: Path, seed: int, size: int = 32) -> Path:
 def test_load_ensemble_rejects_different_transforms(tmp_path: Path) -> None:
     folders = [checkpoint(tmp_path / "a", 0), checkpoint(tmp_path / "b", 1), checkpoint(tmp_path / "c", 2, size=64)]
     assert len(load_ensemble(folders[:2], "cpu")) == 2
+    with raises(ConfigError, "mismatch", "checkpoint"):
+        load_ensemble(folders, "cpu")
+
+
+def test_load_ensemble_rejects_models_of_color_and_of_grey(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They share a loader, which reads one or the other."""
+    folders = [checkpoint(tmp_path / name, 0) for name in ("a", "b")]
+
+    def load_trained(folder: Path, device: str) -> Any:
+        model = load_model(folder, device)
+        stored = {"short_side": 64, "image_format": "png", "quality": 95, "color": folder.name == "b"}
+        model.transform = OriginalTransform(**model.transform.settings(), **stored)
+        return model
+
+    monkeypatch.setattr("medvl.eval.core.open.load_model", load_trained)
+    assert load_ensemble(folders[:1] * 2, "cpu")
     with raises(ConfigError, "mismatch", "checkpoint"):
         load_ensemble(folders, "cpu")
 

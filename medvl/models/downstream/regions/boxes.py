@@ -35,10 +35,11 @@ class DetectorRegions:
     divides the rest in proportion to the labels' probabilities.
     """
 
-    color = False
+    color: bool | None
 
     def __init__(self, model: Detector, selection: RegionSelection, name: str) -> None:
         self.name, self.selection, self.transform = name, selection, model.transform
+        self.color = model.transform.trained_color
         self.model = model.eval().requires_grad_(False)
         self.width = model.image_encoder.patch_dim
         self.class_names = ("background", *model.config.labels)

@@ -40,7 +40,7 @@ class FasterRCNNRegions:
         WeightsError: the weights do not fit ("mismatch").
     """
 
-    color = True
+    color: bool | None = True
     trained_on: tuple[Mapping[str, Any], ...] = ()
 
     def __init__(

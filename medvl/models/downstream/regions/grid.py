@@ -33,7 +33,7 @@ class GridRegions:
     Raises ConfigError with `all_tokens` for an encoder whose vector is not as wide as its patches.
     """
 
-    color = False
+    color: bool | None
     class_names: tuple[str, ...] = ()
 
     def __init__(self, encoder: ImageEncoder, transform: EvalTransform, name: str, *, all_tokens: bool = False) -> None:
@@ -41,6 +41,7 @@ class GridRegions:
             message = f"{encoder.name} has {encoder.patch_dim} dimensions per patch and {encoder.feature_dim} per image"
             raise ConfigError(f"{message}: leave all_tokens unset", "unsupported", field="all_tokens")
         self.name, self.transform, self.all_tokens = name, transform, all_tokens
+        self.color = transform.trained_color
         self.encoder = encoder.eval().requires_grad_(False)
         self.width = encoder.patch_dim
         self.trained_on = encoder.trained_on
