@@ -228,8 +228,7 @@ def open_webdataset_loader(
         samples: number of samples that make an epoch, usually that of all tars.
         fields: suffixes of image and text.
         buffer: samples that are shuffled at once by each reader.
-        color: read RGB images, as shards of the tars have them (`medvl shards webdataset --color`, evaluations of
-            tars); False reads grey ones, for tars of radiographs in less time.
+        color: read RGB images, as evaluations of tars do; False reads grey ones, in less time.
         batch, image, text, tokenizer, seed, rank, world, workers, max_skipped, inputs: as in `open_loader`.
 
     Raises:

@@ -19,6 +19,7 @@ from torch import Tensor
 from medvl.data.images.codecs import decode_image, encode_stored
 from medvl.data.reports.laterality import names_side
 from medvl.data.transforms.device import draw_parameters, kernel_radius
+from medvl.data.transforms.resizing import resize, to_square, with_channels
 from medvl.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -165,14 +166,14 @@ class EvalTransform:
         full = self.size + 2 * self.margin
         square_HWC = self._square(image, self.stored_size or full)
         if self.stored_size is not None:
-            square_HWC = _with_channels(cv2.resize(square_HWC, (full, full), interpolation=cv2.INTER_CUBIC))
+            square_HWC = with_channels(cv2.resize(square_HWC, (full, full), interpolation=cv2.INTER_CUBIC))
         inner = slice(self.margin, self.margin + self.size)
         return Transformed(np.ascontiguousarray(square_HWC[inner, inner]))
 
     def _square(self, image: np.ndarray, size: int) -> np.ndarray:
         height, width = image.shape[:2]
         scaled_height, scaled_width, top, left = self._placement(height, width, size)
-        image = _with_channels(_resize(image, scaled_height, scaled_width))
+        image = with_channels(resize(image, scaled_height, scaled_width))
         if self.fit == "crop":
             return image[-top : size - top, -left : size - left]
         square = np.zeros((size, size, image.shape[2]), np.uint8)
@@ -363,11 +364,11 @@ class ConVIRTAugmentation:
             flipped = flips and bool(rng.random() < self.flip_rate)
             # Mirroring first is equivalent: the distributions of the other steps are symmetric.
             source = np.ascontiguousarray(image[:, ::-1]) if flipped else image
-            source = _with_channels(_to_square(source) if self.pad else source)
+            source = with_channels(to_square(source) if self.pad else source)
             if not self.on_device:
-                return Transformed(_with_channels(pipeline(image=source)["image"]), flipped)
+                return Transformed(with_channels(pipeline(image=source)["image"]), flipped)
             crop, *others = pipeline.transforms
-            image_HWC = _with_channels(crop(image=source)["image"])
+            image_HWC = with_channels(crop(image=source)["image"])
             deferred_K = draw_parameters(others, image_HWC, kernel_radius(self.blur_sigma[1]))
             return Transformed(image_HWC, flipped, deferred_K=deferred_K)
 
@@ -381,26 +382,6 @@ def as_list(images: Any) -> Sequence[Any]:
     if isinstance(images, np.ndarray | Tensor) and images.ndim == 4:
         return list(images)
     return [images]
-
-
-def _resize(image: np.ndarray, height: int, width: int) -> np.ndarray:
-    smaller = min(height, image.shape[0]), min(width, image.shape[1])
-    if smaller not in (image.shape[:2], (height, width)):  # OpenCV averages areas only where neither side grows
-        image = cv2.resize(image, smaller[::-1], interpolation=cv2.INTER_AREA)
-    shrinks = height * width < image.shape[0] * image.shape[1]
-    return cv2.resize(image, (width, height), interpolation=cv2.INTER_AREA if shrinks else cv2.INTER_LINEAR)
-
-
-def _to_square(image: np.ndarray) -> np.ndarray:
-    """Return the image in the middle of a black square as large as its longer side."""
-    height, width = image.shape[:2]
-    down, across = max(width - height, 0), max(height - width, 0)
-    sides = down // 2, down - down // 2, across // 2, across - across // 2
-    return cv2.copyMakeBorder(image, *sides, cv2.BORDER_CONSTANT, value=(0, 0, 0))
-
-
-def _with_channels(image: np.ndarray) -> np.ndarray:
-    return image[:, :, None] if image.ndim == 2 else image
 
 
 def check_flip(flip: Flip) -> None:
