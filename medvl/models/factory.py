@@ -37,8 +37,8 @@ def create_model(
         pretrained: True starts both encoders from their presets' published weights (hub, pinned revision); None and
             False initialise at random from torch's generator and never use the network. An encoder whose weights are
             named by `image_weights` or `text_weights` starts from those in either case.
-        tokenizer: the tokenizer or its folder. Default: that of `init_from` or of `text_weights`; with `pretrained`, the
-            text encoder's from the hub; else none, and the model takes token ids only.
+        tokenizer: the tokenizer or its folder. Default: that of `init_from` or `text_weights`; with `pretrained`, the
+            text encoder's own from the hub; else none, and the model takes token ids only.
         init_from: checkpoint to start from: all weights of the same system, which replace `pretrained`, or the image
             and text encoder of another system.
         settings: fields of the system's configuration that differ from the published ones; weights of your own are

@@ -299,13 +299,12 @@ def open_loader(
         color: read RGB images, so that C = 3, else grey ones. None: RGB if any shards of the source are in colour.
         rank, world: by default those of the process group, or of torchrun. In evaluation 0 and 1 read all batches.
         workers: number of prefetching processes; 0 reads in this process.
-        max_skipped: budget of unreadable samples over all passes, each counted once: below 1 a fraction of the source,
-            else a number. A resumed run counts from zero.
+        max_skipped: budget of unreadable samples, each counted once over all passes of this process: below 1 a fraction
+            of the source, else a number.
         together: in training, up to this many samples of one image follow one another and share the augmented image.
         timeout: seconds without a batch after which a worker is considered hung.
-        inputs: optional parts of the batches, `System.inputs`; None: no optional parts. With `regions`, pixels are not
-            decoded: `image` is not applied, and `Batch.image_BCHW` has no pixels. With `other_view` or `drawn_view`, a
-            row is a study.
+        inputs: optional parts of the batches, `System.inputs`; None: no optional parts. With `regions`, `image` is not
+            applied, and `Batch.image_BCHW` has no pixels. With `other_view` or `drawn_view`, a row is a study.
         targets: makes training targets in the workers, for example `DenseTargets`.
         keep_imageless: keep samples without an image, else count them as `no_image`. None: keep them in training only.
 
