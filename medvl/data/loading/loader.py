@@ -295,8 +295,7 @@ def open_loader(
         image, text: image transform, and text policy, which selects the text of a sample.
         tokenizer: runs in the workers; `medvl.data.no_text` for models without a text encoder.
         train: shuffle and drop the incomplete last batch; otherwise yield every sample once, in order.
-        seed: seed of the order and of the augmentation.
-        color: read RGB images, so that C = 3, else grey ones. None: RGB if any shards of the source are in colour.
+        seed, color: seed of order and augmentation; RGB images (C = 3) or grey ones, None: as the source's shards are.
         rank, world: by default those of the process group, or of torchrun. In evaluation 0 and 1 read all batches.
         workers: number of prefetching processes; 0 reads in this process.
         max_skipped: budget of unreadable samples, each counted once over all passes of this process: below 1 a fraction
