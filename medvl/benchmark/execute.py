@@ -188,11 +188,12 @@ def _evaluate(run: Run, store: Store, weights: Weights, task: str, folder: Path)
     """Write the results of an evaluation, or the reason why there are none."""
     folder.mkdir(parents=True, exist_ok=True)
     started = time.monotonic()
-    start = store.folder(run) / _START
+    origin = checkpoint_of(run, store)
     try:
         trained = Trained(
             run=run,
-            checkpoint=checkpoint_of(run, store) if weights == "trained" else start,
+            checkpoint=origin if weights == "trained" else store.folder(run) / _START,
+            origin=origin,
             folder=folder,
             other=functools.partial(_other, run, store),
         )

@@ -39,6 +39,7 @@ from medvl.eval import (
     reranked_retrieval,
     zero_shot,
 )
+from medvl.eval.core.open import open_source
 from medvl.eval.vqa.evaluate import GAIN, QUESTION_ONLY, subgroup_of
 from medvl.eval.zero_shot_classification.prompts import default_prompts
 from medvl.models import KAD, MRM, DualEncoder, FusionModel, MedKLIP, R2Gen, System, load, system
@@ -57,6 +58,9 @@ class Trained:
 
     run: Run
     checkpoint: Path
+    origin: Path
+    """Checkpoint of the trained run, which names its training data and its detector: `checkpoint`, unless that has the
+    weights before the training."""
     folder: Path
     """Folder for what an evaluation trains itself."""
     other: Callable[[str], Path]
@@ -77,10 +81,12 @@ class Task:
     columns: Callable[[BenchmarkConfig], tuple[Column, ...]]
 
 
-def _read(trained: Trained, model: Any, shards: str | Path, **options: Any) -> Any:
+def _read(trained: Trained, model: Any, shards: str | Path | ShardSource, **options: Any) -> Any:
+    """Return a loader of opened shards, or of a test folder, which no patient of the run's training may be in."""
     given = trained.run.evaluation
+    source = shards if isinstance(shards, ShardSource) else open_source(shards, [trained.origin])
     return open_for_evaluation(
-        ShardSource(shards), model.transform, model.tokenizer, batch=given.batch, workers=given.workers, **options
+        source, model.transform, model.tokenizer, batch=given.batch, workers=given.workers, **options
     )
 
 
@@ -119,8 +125,9 @@ def _probe(trained: Trained) -> Any:
     model = load(trained.checkpoint)
     encoder = ProbedEncoder.from_model(model, name=model.name)
     home = Path(trained.run.corpus.pairs)
-    parts = (_read(trained, model, home / split) for split in ("train", "validate", "test"))
-    features = [encode_features(encoder, part) for part in parts]
+    open_source(_test(trained), [trained.origin])  # refuses patients of its training data; a probe reads no regions
+    sources = [open_source(home / split, synthetic=split == "train") for split in ("train", "validate", "test")]
+    features = [encode_features(encoder, _read(trained, model, source)) for source in sources]
     given = trained.run.evaluation
     return linear_probe(*features, fractions=given.label_shares, resamples=given.resamples)
 
@@ -148,11 +155,12 @@ def _matching(trained: Trained) -> Any:
 
 
 def _reranking(trained: Trained) -> Any:
-    given = trained.run.evaluation
-    [dual_encoder] = load_ensemble([trained.other(given.shortlist_system)])
+    given, sections = trained.run.evaluation, trained.run.evaluation.sections
+    proposer = trained.other(given.shortlist_system)
+    [dual_encoder] = load_ensemble([proposer])
     model: Any = load(trained.checkpoint)
-    sections = given.sections
-    candidates = ShortlistModel(dual_encoder, _read(trained, dual_encoder, _test(trained), sections=sections))
+    test = open_source(_test(trained), [proposer])
+    candidates = ShortlistModel(dual_encoder, _read(trained, dual_encoder, test, sections=sections))
     loader = _read(trained, model, _test(trained), sections=sections)
     return reranked_retrieval(
         model, loader, shortlist=given.shortlist, shortlist_model=candidates, resamples=given.resamples
@@ -165,6 +173,7 @@ def _questions(trained: Trained) -> Any:
     corpus, budget = run.corpus, run.budget
     assert corpus.questions is not None
     home = Path(corpus.questions)
+    open_source(home / "test", [trained.origin])  # refuses patients of its training data before the fine-tuning
     recipe = recipe_module(find_recipe("vqa_finetune"))
     preset = recipe.PRESETS[run.preset if run.preset in recipe.PRESETS else "tiny"]
     data: dict[str, Any] = {
@@ -192,7 +201,7 @@ def _questions(trained: Trained) -> Any:
     tree = {"init_from": trained.checkpoint, "data": data, "train": train, "optim": optim}
     recipe.prepare(with_settings(preset, tree, "questions")).train()
     model: Any = load(run_dir / budget.weights)
-    training, test = ShardSource(home / "train"), ShardSource(home / "test")
+    training, test = ShardSource(home / "train"), open_source(home / "test", [run_dir / budget.weights])
     rules = get_protocol("medvl")
     questions: Any = QuestionSource(test, "test", model.config.answers, rules.normalize)
     given = run.evaluation

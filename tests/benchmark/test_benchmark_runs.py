@@ -35,9 +35,10 @@ from medvl.benchmark.store import Cost
 from medvl.cli import main as cli
 from medvl.common.folders import RunLock
 from medvl.common.peak_memory import peak_resident_bytes
-from medvl.errors import ConfigError, CorpusError
+from medvl.data.shards.format import Manifest
+from medvl.errors import ConfigError, CorpusError, SplitError
 from medvl.eval import read_results
-from medvl.models import ConVIRT, ConVIRTConfig, register_system, registry
+from medvl.models import ConVIRT, ConVIRTConfig, create_model, register_system, registry, save
 
 COST = Cost(
     parameters=7, resumed=False, wall_seconds=2.0, cpu_seconds=3.0, steps=2, pairs_per_second=8.0, train_seconds=1.0,
@@ -207,6 +208,28 @@ def test_memory_is_estimated_in_a_process_of_its_own(benchmark: tuple[Plan, Stor
     found = estimate_run(run, store, {}, 0.05, print)
     assert 0 < found["memory_gb"] < peak_resident_bytes() / 2**30 - 0.5
     assert found["hours"] > 0
+
+
+@pytest.mark.parametrize("task", [name for name in tasks.TASKS if name != "change"])
+def test_evaluations_refuse_patients_of_the_training(file: Path, tmp_path: Path, task: str) -> None:
+    """Those of the run, and in a ranking also those of the system that proposes candidates."""
+    [run] = plan_runs(read_benchmark(file, {"systems": ["convirt"]}), tmp_path).runs
+    pairs = run.corpus.pairs
+    corpus = dataclasses.replace(run.corpus, phrases=f"{pairs}/test", questions=pairs, questions_valid=f"{pairs}/test")
+    model = create_model("convirt", **run.settings["model"] | {"pretrained": False})
+    for name, manifests in (("seen", {"train_manifest": Manifest.read(f"{pairs}/test").to_json()}), ("unknown", {})):
+        (tmp_path / name).mkdir()
+        save(model, tmp_path / name, manifests)
+    seen, unknown = tmp_path / "seen", tmp_path / "unknown"
+    trained = tasks.Trained(
+        run=dataclasses.replace(run, corpus=corpus),
+        checkpoint=unknown,  # the weights before the training have no manifest
+        origin=unknown if task == "reranking" else seen,
+        folder=tmp_path,
+        other=lambda name: seen,
+    )
+    with raises(SplitError, "leak"):
+        tasks.TASKS[task].evaluate(trained)
 
 
 def test_job_arrays_hold_all_runs_after_those_they_need(file: Path, tmp_path: Path) -> None:

@@ -124,7 +124,7 @@ def test_a_task_of_two_commands_ends_with_the_first_that_fails(tmp_path: Path, m
     [run] = [run for run in plan.runs if (run.corpus.name, run.start) == ("radiographs", "random")]
     given = {"zero-shot", "retrieval", "probe", "grounding", *(command.name for command in config.commands)}
     assert set(run.tasks) == given
-    trained = tasks.Trained(run=run, checkpoint=tmp_path / "best", folder=tmp_path, other=Path)
+    trained = tasks.Trained(run=run, checkpoint=tmp_path, origin=tmp_path, folder=tmp_path, other=Path)
     commands, status = [], 0
 
     def called(command: list[str], **options: Any) -> subprocess.CompletedProcess[str]:
