@@ -2,7 +2,8 @@
 
 * The standard error of a difference is that of its bootstrap values, on resamples that both systems share; without
   shared items the two standard errors are added in squares. With several seeds the values of a system are the means
-  over its seeds, and the variance of the mean over seeds is added, so that the error covers the training too.
+  over its seeds, and the variance of the mean over seeds is added, so that the error covers the training too. Seeds
+  share their test items: without resamples the error over items is the mean of theirs, its upper bound.
 * The p-value is two-sided, of a normal difference with one seed, and of Student's t with several: with the degrees of
   freedom of the seeds (Welch 1947) as if all of the error came from them. With two or three seeds their variance is
   known so badly that few differences are certain after a correction for many comparisons. With 1,000 resamples the
@@ -58,10 +59,11 @@ class Measured:
 
     @property
     def item_error(self) -> float:
-        """Standard error of the mean over the test items."""
+        """Standard error of the mean over the test items: at most the mean of the seeds' errors, which is taken where no
+        resamples tell how much less it is."""
         if self.items is not None:
             return float(np.nanstd(self.mean_R, ddof=1))
-        return math.sqrt(sum(error**2 for error in self.errors)) / len(self.errors)
+        return math.fsum(self.errors) / len(self.errors)
 
     @property
     def seed_variance(self) -> float:

@@ -56,6 +56,19 @@ def test_without_resamples_the_intervals_count() -> None:
     assert math.isnan(difference(measured([0.9], error=math.nan), measured([0.4])).p_value)
 
 
+@pytest.mark.parametrize("correlation", [0.5, 0.9, 1.0])
+def test_seeds_share_their_test_items_also_without_resamples(correlation: float) -> None:
+    """Three seeds of equal errors over the same items: 95 % of the intervals hold the value, or more."""
+    rng, inside = np.random.default_rng(5), 0
+    for _ in range(500):
+        shared, own = rng.normal(0, 0.1, 1), rng.normal(0, 0.1, 3)
+        values = 0.8 + math.sqrt(correlation) * shared + math.sqrt(1 - correlation) * own
+        low, high = measured(values.tolist()).interval
+        inside += low < 0.8 < high
+    assert inside / 500 > 0.93
+    assert measured([0.8, 0.8, 0.8]).item_error == pytest.approx(0.1)
+
+
 def test_several_seeds_add_the_variance_of_their_mean() -> None:
     rng = np.random.default_rng(2)
     noise = [rng.normal(0, 0.1, 2000) for _ in range(3)]
