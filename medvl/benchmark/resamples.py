@@ -25,7 +25,7 @@ class Resampled:
     """Metrics of a run on resamples of its items."""
 
     items: str
-    """Hash of the items and their groups: runs with the same one are paired."""
+    """Hash of the items, their groups and their references: runs with the same one are paired."""
     values_R: Array
 
 
@@ -37,7 +37,8 @@ def write_resamples(folder: Path, resamples: int) -> None:
         return
     whole = dataclasses.replace(items, metric_groups=items.without_subgroups)
     values = [whole.statistic(counts_NR) for counts_NR in resample_counts(len(items.names), resamples, 0, items.groups)]
-    content = json.dumps([items.names, items.groups], default=str).encode()
+    identity = [items.names, items.groups, *([items.references] if items.references else [])]
+    content = json.dumps(identity, default=str).encode()
     path = folder / FILE
     aside = path.with_name(f".{FILE}")
     with aside.open("wb") as file:

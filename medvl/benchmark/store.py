@@ -205,6 +205,8 @@ def _evaluation_hash(run: Run, task: str) -> str:
         common["shortlist_run"] = run.needs.get(run.evaluation.shortlist_system)
     if task == "questions":
         common |= {"steps": run.budget.steps, "finetune_steps": run.budget.finetune_steps, "batch": run.budget.batch}
+    if task == "reports" and run.corpus.reports == run.corpus.pairs:
+        common["references"] = True  # generators and fusion-encoders compare the same images with other sections
     corpus = to_dict(run.corpus)
     folders = {
         name: value for name, value in corpus.items() if name not in ("root", "make", "tokenizer", "extra_train")

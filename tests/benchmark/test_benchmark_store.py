@@ -23,7 +23,7 @@ from medvl.benchmark.store import (
     read_run,
 )
 from medvl.errors import ConfigError, EvaluationError, MedvlError
-from medvl.eval import Results, write_results
+from medvl.eval import GeneratedReport, Results, evaluate_reports, write_results
 
 BENCHMARK = """
 name = "one"
@@ -134,6 +134,23 @@ def test_a_single_patient_has_no_resamples_to_test_differences_with(
     write_results(results, tmp_path, lines)
     write_resamples(tmp_path, 10)
     assert (read_resamples(tmp_path, "above_other/all") is not None) == written
+
+
+def test_reports_of_other_references_have_other_items(tmp_path: Path) -> None:
+    """R2Gen and MedViLL write reports of the same images, compared with other sections of the reports."""
+    hashes = []
+    for number, reference in enumerate(("No effusion.", "No effusion.", "No effusion. No acute disease.")):
+        reports = [
+            GeneratedReport(key=patient, patient=patient, reference=reference, generated="Effusion.")
+            for patient in "ab"
+        ]
+        result, folder = evaluate_reports(reports, resamples=2), tmp_path / str(number)
+        write_results(result.results, folder, result.predictions())
+        write_resamples(folder, 2)
+        found = read_resamples(folder, "corpus_bleu_1/report")
+        assert found is not None
+        hashes.append(found.items)
+    assert hashes[0] == hashes[1] != hashes[2]
 
 
 def test_a_record_that_was_cut_off_is_left_out(tmp_path: Path) -> None:

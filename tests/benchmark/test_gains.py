@@ -14,7 +14,7 @@ from medvl.benchmark import BenchmarkConfig, Column, CorpusConfig, Plan, StartCo
 from medvl.benchmark.pages.curves import label_sections
 from medvl.benchmark.pages.gains import gain_tables
 from medvl.benchmark.pages.rows import Measurements, SystemRow
-from medvl.benchmark.pages.tables import columns_table, ranks_of
+from medvl.benchmark.pages.tables import columns_table, rank_tables, ranks_of
 from medvl.benchmark.ranks import Measured
 from medvl.benchmark.resamples import Resampled
 from medvl.errors import ConfigError, EvaluationError
@@ -110,6 +110,26 @@ def test_probes_of_several_shares_are_a_curve() -> None:
     assert isinstance(section, Pictures)
     assert [strip.title for strip in section.strips] == ["RSNA probe, AUROC"]
     assert label_sections(measurements(one)) == []
+
+
+def test_captions_of_ranks_name_the_systems_that_are_paired() -> None:
+    """Those of the same test items and references; all systems having resamples is not enough."""
+    own = np.zeros(500)
+
+    def caption(**items: str | None) -> str:
+        rows = []
+        for name, content in items.items():
+            one = row(name, "random", "trained", 0.8, own)
+            resampled = None if content is None else Resampled(content, 0.8 + SHARED)
+            probe = dataclasses.replace(one.metrics["probe"], resampled=(resampled,))
+            rows.append(dataclasses.replace(one, metrics={"probe": probe}))
+        found = measurements(*rows)
+        [table] = rank_tables(found, ("ours", "random"), found.rows, ranks_of(found, found.rows))
+        return table.caption
+
+    assert caption(a="x", b="x") == "Differences are paired over test items."
+    assert caption(a="x", b="y").startswith("No differences are paired: ")
+    assert "within: a, b. The others are not" in caption(a="x", b="x", c="y", d=None)
 
 
 def test_baselines_are_not_ranked() -> None:

@@ -15,6 +15,10 @@ FAMILIES = {
     "report": "report generator",
 }
 _DASH, FAILED, _WAITING = "–", "failed", "to do"
+_APART = (
+    "the systems have other test items or other references, or predictions that give no resamples, and are compared as "
+    "independent"
+)
 
 
 def group_name(found: Measurements, group: tuple[str, str]) -> str:
@@ -114,19 +118,30 @@ def rank_tables(
             [name, measured_cell(by_name[name].metrics[title], len(by_name[name].runs), bar=True), _rank_cell(rank)]
             for name, rank in of_column.items()
         ]
-        paired = sum(by_name[name].metrics[title].items is not None for name in of_column)
-        note = "Differences are paired over test items." if paired == len(of_column) else (
-            f"{paired} of {len(of_column)} systems have paired predictions; the others are compared as independent."
-        )  # fmt: skip
         tables.append(
             Table(
                 title=titled(title, group_name(found, group)),
                 columns=["system", title, "rank"],
                 rows=lines,
-                caption=note,
+                caption=_pairing({name: by_name[name].metrics[title].items for name in of_column}),
             )
         )
     return tables
+
+
+def _pairing(items: Mapping[str, str | None]) -> str:
+    """Return which systems are paired: those with the same hash of their test items."""
+    same: dict[str, list[str]] = {}
+    for name, content in items.items():
+        if content is not None:
+            same.setdefault(content, []).append(name)
+    paired = [names for names in same.values() if len(names) > 1]
+    if [len(names) for names in paired] == [len(items)]:
+        return "Differences are paired over test items."
+    if not paired:
+        return f"No differences are paired: {_APART}."
+    groups = "; ".join(", ".join(names) for names in paired)
+    return f"Differences are paired over test items within: {groups}. The others are not: {_APART}."
 
 
 def cost_table(found: Measurements, group: tuple[str, str], rows: Sequence[SystemRow]) -> Table:

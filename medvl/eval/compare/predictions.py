@@ -43,6 +43,8 @@ class Items:
     metric_groups: tuple[MetricGroup, ...]
     scores: tuple[tuple[str, Array, Array], ...] = ()
     """(class, scores_N, labels_N) of each class, for ROC curves."""
+    references: tuple[Any, ...] = ()
+    """Reference of each item, of protocols whose runs choose it, such as the sections of a report; empty for others."""
 
     @property
     def rows(self) -> list[str]:
@@ -82,7 +84,8 @@ def read_items(folder: Path, results: Results) -> Items | None:
         groups = None if unit is None else tuple(line[unit] for line in lines)
         ranked = reader.ranked(lines, results)
         scores = () if ranked is None else tuple(ranked.columns())
-        items = Items(names, unit, groups, tuple(_metric_groups(reader, lines, results, ranked)), scores)
+        references = tuple(line[reader.reference] for line in lines) if reader.reference else ()
+        items = Items(names, unit, groups, tuple(_metric_groups(reader, lines, results, ranked)), scores, references)
     except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
         message = f"{path} is not a predictions file of {results.protocol} ({type(error).__name__})"
         raise EvaluationError(message, "malformed") from error

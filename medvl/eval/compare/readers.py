@@ -77,6 +77,8 @@ class Reader:
     """Field of the bootstrap group in lines of earlier versions, which do not have `group`."""
     needs: tuple[str, ...] = ()
     """Fields that lines of earlier versions do not have."""
+    reference: str = ""
+    """Field of what the item is compared with, where the settings of a run choose it."""
     metric_groups: Callable[[Lines, Results], list[MetricGroup]] = lambda lines, results: []
     """Metrics of any items."""
     ranked: Callable[[Lines, Results], Ranked | None] = lambda lines, results: None
@@ -276,7 +278,7 @@ READERS: Mapping[str, Reader] = {
     "image_retrieval": _PRECISION,
     "image_text_matching": Reader(needs=("patient",), metric_groups=_matching),
     "vqa": Reader(item=("id",), needs=("closed", "model_credit"), metric_groups=_answers),
-    "report_generation": Reader(metric_groups=_reports),
+    "report_generation": Reader(reference="reference", metric_groups=_reports),
     "segmentation": _MASKS,
     "zero_shot_masks": _MASKS,
     "detection": Reader(needs=("true",), metric_groups=_detection),
