@@ -20,12 +20,13 @@ Shape letters: R resamples, S seeds, P pairs.
 import dataclasses
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 from scipy.stats import t as student_t
 
 from medvl.benchmark.resamples import Resampled
+from medvl.errors import EvaluationError
 from medvl.eval.core.metrics import Array
 
 
@@ -40,6 +41,9 @@ class Measured:
     resampled: tuple[Resampled | None, ...]
     ends: tuple[tuple[float, float], ...] = ()
     """Ends of each seed's own 95 % interval, from percentiles."""
+    over: frozenset[str] = frozenset()
+    """What the values are over, such as "all", or "macro" with the classes of the mean. Other systems are compared only
+    where it is equal."""
 
     @property
     def value(self) -> float:
@@ -59,8 +63,7 @@ class Measured:
 
     @property
     def item_error(self) -> float:
-        """Standard error of the mean over the test items: at most the mean of the seeds' errors, which is taken where no
-        resamples tell how much less it is."""
+        """Standard error of the mean over the test items; without resamples its upper bound, the mean of the seeds'."""
         if self.items is not None:
             return float(np.nanstd(self.mean_R, ddof=1))
         return math.fsum(self.errors) / len(self.errors)
@@ -133,8 +136,20 @@ class Rank:
     high: int
 
 
+def comparable(systems: Iterable[Measured]) -> bool:
+    """Return whether the systems are measured over the same, such as means over the same classes."""
+    return len({system.over for system in systems}) < 2
+
+
 def difference(first: Measured, second: Measured) -> Estimated:
-    """Return the difference of two systems, paired where they share their test items."""
+    """Return the difference of two systems, paired where they share their test items.
+
+    Raises EvaluationError where they are means over different classes.
+    """
+    if not comparable((first, second)):
+        one, other = ("; ".join(sorted(system.over)) for system in (first, second))
+        message = f"means over different classes cannot be compared: {one} against {other}; evaluate the same classes"
+        raise EvaluationError(message, "mismatch", field="labels")
     if first.items is None or first.items != second.items:
         of_items = math.hypot(first.item_error, second.item_error)
     else:
@@ -155,7 +170,10 @@ def holm(p_P: Sequence[float]) -> list[float]:
 def rank_systems(
     systems: Mapping[str, Measured], *, higher_is_better: bool = True, level: float = 0.05
 ) -> dict[str, Rank]:
-    """Return the rank of each system, best first, with intervals that hold for all of them together."""
+    """Return the rank of each system, best first, with intervals that hold for all of them together.
+
+    Raises EvaluationError where they are means over different classes.
+    """
     sign = 1 if higher_is_better else -1
     ordered = sorted(
         (name for name in systems if not math.isnan(systems[name].value)),

@@ -41,6 +41,7 @@ from medvl.eval import (
 )
 from medvl.eval.core.open import open_source
 from medvl.eval.vqa.evaluate import GAIN, QUESTION_ONLY, subgroup_of
+from medvl.eval.zero_shot_classification.evaluate import common_classes
 from medvl.eval.zero_shot_classification.prompts import default_prompts
 from medvl.models import KAD, MRM, DualEncoder, FusionModel, MedKLIP, R2Gen, System, load, system
 from medvl.schema import Inputs
@@ -95,13 +96,14 @@ def _test(trained: Trained) -> Path:
 
 
 def _zero_shot(trained: Trained) -> Any:
+    """Score the classes of the corpus's prompts, also by the statements of systems that are trained on them."""
     [model] = load_ensemble([trained.checkpoint])
-    name = trained.run.corpus.prompts
-    use_statements = default_prompts(model) == "statements" and not name.endswith(".json")
-    prompts = load_prompts("statements" if use_statements else name)
-    return zero_shot(
-        [model], _read(trained, model, _test(trained)), prompts, resamples=trained.run.evaluation.resamples
-    )
+    loader, name, labels = _read(trained, model, _test(trained)), trained.run.corpus.prompts, ()
+    prompts = load_prompts(name)
+    if default_prompts(model) == "statements" and not name.endswith(".json"):
+        labels = common_classes(prompts.for_labels(loader.source.label_names), loader.source)
+        prompts = load_prompts("statements")
+    return zero_shot([model], loader, prompts, labels=labels, resamples=trained.run.evaluation.resamples)
 
 
 def _retrieval(trained: Trained) -> Any:

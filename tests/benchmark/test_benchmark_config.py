@@ -255,6 +255,14 @@ def test_the_preset_for_mimic_reads_every_corpus(monkeypatch: pytest.MonkeyPatch
     assert tasks >= {"grounding", "questions", *(command.name for command in config.commands)}
 
 
+def test_zero_shot_columns_of_the_preset_for_mimic_have_the_same_classes() -> None:
+    """Without labels or prompts, systems that are trained on statements would have all labels of the corpus."""
+    zero_shot = [one for one in read_benchmark("mimic").commands if one.command.startswith("eval zero-shot")]
+    assert [one.name for one in zero_shot] == ["CheXpert", "NIH", "PadChest", "VinDr"]
+    for one in zero_shot:
+        assert "--labels " in one.command or one.columns[0].targets[0] == "macro_competition"
+
+
 def test_keys_depend_on_what_changes_the_weights_only(tmp_path: Path) -> None:
     config = planned(read_benchmark(write(tmp_path, FILE), {"systems": ["convirt"]}), tmp_path).config
 

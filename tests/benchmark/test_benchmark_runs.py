@@ -39,6 +39,7 @@ from medvl.data.shards.format import Manifest
 from medvl.errors import ConfigError, CorpusError, SplitError
 from medvl.eval import read_results
 from medvl.models import ConVIRT, ConVIRTConfig, create_model, register_system, registry, save
+from medvl.schema import COMPETITION_FINDINGS
 
 COST = Cost(
     parameters=7, resumed=False, wall_seconds=2.0, cpu_seconds=3.0, steps=2, pairs_per_second=8.0, train_seconds=1.0,
@@ -230,6 +231,24 @@ def test_evaluations_refuse_patients_of_the_training(file: Path, tmp_path: Path,
     )
     with raises(SplitError, "leak"):
         tasks.TASKS[task].evaluate(trained)
+
+
+def test_all_systems_have_the_classes_of_the_prompts(
+    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also those whose own prompts, statements, have a sentence for every label of the data."""
+    changes = {"systems": ["convirt"], "corpora.0.prompts": "gloria_all"}
+    [run] = plan_runs(read_benchmark(file, changes), tmp_path).runs
+    model = create_model("convirt", **run.settings["model"], tokenizer=run.corpus.tokenizer)
+    save(model, tmp_path)
+    trained = tasks.Trained(run=run, checkpoint=tmp_path, origin=tmp_path, folder=tmp_path, other=Path)
+    classes = []
+    for own in ("chexpert_ensemble", "statements"):
+        monkeypatch.setattr(tasks, "default_prompts", lambda _, own=own: own)
+        monkeypatch.setattr(tasks, "zero_shot", lambda models, loader, prompts, labels, resamples: classes.append(
+            set(prompts.for_labels(loader.source.label_names, labels).classes)))  # fmt: skip
+        tasks.TASKS["zero-shot"].evaluate(trained)
+    assert classes[0] == classes[1] == set(COMPETITION_FINDINGS)
 
 
 def test_job_arrays_hold_all_runs_after_those_they_need(file: Path, tmp_path: Path) -> None:

@@ -13,11 +13,12 @@ from helpers.errors import raises
 from medvl.benchmark import BenchmarkConfig, Column, CorpusConfig, Plan, StartConfig, plan_runs, read_benchmark, tasks
 from medvl.benchmark.pages.curves import label_sections
 from medvl.benchmark.pages.gains import gain_tables
-from medvl.benchmark.pages.rows import Measurements, SystemRow
-from medvl.benchmark.pages.tables import columns_table, rank_tables, ranks_of
+from medvl.benchmark.pages.rows import Measurements, SystemRow, _over
+from medvl.benchmark.pages.tables import columns_table, rank_tables, ranks_of, unranked_table
 from medvl.benchmark.ranks import Measured
 from medvl.benchmark.resamples import Resampled
 from medvl.errors import ConfigError, EvaluationError
+from medvl.eval import MetricRow, Results
 from medvl.eval.html.page import Pictures
 from medvl.eval.html.tables import Cell
 
@@ -130,6 +131,32 @@ def test_captions_of_ranks_name_the_systems_that_are_paired() -> None:
     assert caption(a="x", b="x") == "Differences are paired over test items."
     assert caption(a="x", b="y").startswith("No differences are paired: ")
     assert "within: a, b. The others are not" in caption(a="x", b="x", c="y", d=None)
+
+
+def test_means_over_different_classes_are_listed_and_not_ranked() -> None:
+    rows = [row(name, "random", "trained", 0.8) for name in "abc"]
+    for one, over in zip(rows, ("macro of CT, MR", "macro of CT", "macro of CT"), strict=True):
+        metrics = {**one.metrics, "probe": dataclasses.replace(one.metrics["probe"], over=frozenset({over}))}
+        rows[rows.index(one)] = dataclasses.replace(one, metrics=metrics)
+    found = measurements(*rows, dataclasses.replace(rows[0], weights="start"))
+    assert ranks_of(found, found.rows) == {}
+    table = unranked_table(found, ("ours", "random"), found.rows)
+    assert table is not None
+    assert table.rows == [["probe", "a", "macro of CT, MR"], ["probe", "b, c", "macro of CT"]]
+    assert unranked_table(found, ("ours", "random"), found.rows[1:3]) is None
+    different = measurements(rows[0], dataclasses.replace(rows[1], name="a", weights="start"))
+    assert [table.rows for table in gain_tables(different)] == [[["a", Cell(text="–")]]]
+
+
+def test_a_mean_is_over_the_classes_that_have_a_value() -> None:
+    values = {("auroc", "CT"): 0.7, ("auroc", "MR"): 0.8, ("auroc", "US"): math.nan, ("auroc", "macro"): 0.75,
+              ("auroc", "macro_competition"): 0.7, ("auroc_sd", "macro"): 0.1, ("recall@1", "all"): 0.2}  # fmt: skip
+    rows = {name: MetricRow(metric=name[0], target=name[1], value=value) for name, value in values.items()}
+    results = Results(protocol="zero_shot", protocol_version=1, rows=tuple(rows.values()), config={}, inputs={})
+    for name in (("auroc", "macro"), ("auroc_sd", "macro")):
+        assert _over(results, rows[name]) == "macro of CT, MR"
+    for name in (("auroc", "macro_competition"), ("recall@1", "all")):
+        assert _over(results, rows[name]) == name[1]
 
 
 def test_baselines_are_not_ranked() -> None:

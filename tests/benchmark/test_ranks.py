@@ -1,14 +1,17 @@
 """Ranks, Holm's correction and standard errors against formulas written out."""
 
+import dataclasses
 import itertools
 import math
 
 import numpy as np
 import pytest
+from helpers.errors import raises
 from scipy.stats import t as student_t, ttest_ind
 
-from medvl.benchmark.ranks import Measured, difference, holm, rank_systems
+from medvl.benchmark.ranks import Measured, comparable, difference, holm, rank_systems
 from medvl.benchmark.resamples import Resampled
+from medvl.errors import EvaluationError
 
 
 def naive_holm(p_values: list[float]) -> list[float]:
@@ -105,6 +108,18 @@ def test_equal_systems_are_seldom_ranked_with_certainty(item_noise: float) -> No
             systems[name] = measured(values, [rng.normal(0, item_noise, 200)] * 3)
         wrong += any(rank.low > 1 for rank in rank_systems(systems).values())
     assert wrong <= 6  # the 95 % quantile of 60 with a probability of 0.05
+
+
+def test_means_over_different_classes_are_not_compared() -> None:
+    one, other = (
+        dataclasses.replace(measured([value]), over=frozenset({over}))
+        for value, over in ((0.8, "macro of Edema"), (0.9, "macro of Edema, Mass"))
+    )
+    assert comparable([one, one])
+    with raises(EvaluationError, "mismatch", "labels", names="Edema, Mass"):
+        difference(one, other)
+    with raises(EvaluationError, "mismatch", "labels"):
+        rank_systems({"a": one, "b": other})
 
 
 def test_rank_intervals_count_the_certain_differences() -> None:

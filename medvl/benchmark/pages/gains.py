@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 
 from medvl.benchmark.pages.rows import Measurements, SystemRow
 from medvl.benchmark.pages.tables import group_name, titled
-from medvl.benchmark.ranks import difference
+from medvl.benchmark.ranks import comparable, difference
 from medvl.eval.html.tables import Cell, Table
 
 _CAPTION = (
@@ -55,8 +55,9 @@ def _table(found: Measurements, title: str, pairs: Sequence[tuple[SystemRow, Sys
 
 
 def _cell(one: SystemRow, other: SystemRow, title: str) -> Cell:
-    """Return the difference of a metric, with its interval."""
-    if title not in one.metrics or title not in other.metrics:
+    """Return the difference of a metric, with its interval; a dash where one lacks or is over other classes."""
+    both = [row.metrics[title] for row in (one, other) if title in row.metrics]
+    if len(both) < 2 or not comparable(both):
         return Cell(text="–")
     gain = difference(one.metrics[title], other.metrics[title])
     value, (low, high) = gain.value, gain.interval

@@ -13,6 +13,7 @@ from medvl.benchmark.run import Run
 from medvl.benchmark.store import COST, Cost, Refusal, Store, Weights, read_evaluation, read_seconds
 from medvl.benchmark.tasks import columns_of
 from medvl.eval import MetricRow, Results
+from medvl.eval.core.results import SUMMARY_TARGETS
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -145,7 +146,7 @@ def _row(runs: Sequence[Run], weights: Weights, store: Store, columns: Mapping[s
 
 def _measured(done: Sequence[tuple[Path, Results]], column: Column) -> Measured | None:
     """Return a column's metric over the seeds that have it."""
-    values, errors, resampled, ends = [], [], [], []
+    values, errors, resampled, ends, over = [], [], [], [], set()
     for folder, results in done:
         row = _find(results, column)
         if row is not None and not math.isnan(row.value):
@@ -153,9 +154,30 @@ def _measured(done: Sequence[tuple[Path, Results]], column: Column) -> Measured 
             errors.append((row.high - row.low) / 3.92)
             ends.append((row.low, row.high))
             resampled.append(read_resamples(folder, row.name))
+            over.add(_over(results, row))
     if not values:
         return None
-    return Measured(values=tuple(values), errors=tuple(errors), resampled=tuple(resampled), ends=tuple(ends))
+    return Measured(
+        values=tuple(values),
+        errors=tuple(errors),
+        resampled=tuple(resampled),
+        ends=tuple(ends),
+        over=frozenset(over),
+    )
+
+
+def _over(results: Results, row: MetricRow) -> str:
+    """Return the target of a row; of a mean over classes with those that have a value, as far as rows show them.
+
+    A metric that is derived from another one, such as auroc_sd, has its classes where it has no rows of its own.
+    """
+    if row.target == "macro":
+        for metric, subgroup in ((row.metric, row.subgroup), (row.metric, ""), (row.metric.partition("_")[0], "")):
+            rows = [one for one in results.rows if (one.metric, one.subgroup) == (metric, subgroup)]
+            classes = [one.target for one in rows if one.target not in SUMMARY_TARGETS and not math.isnan(one.value)]
+            if classes:
+                return f"macro of {', '.join(sorted(classes))}"
+    return row.target
 
 
 def _find(results: Results, column: Column) -> MetricRow | None:

@@ -2,10 +2,10 @@
 
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from medvl.benchmark.pages.rows import Measurements, SystemRow
-from medvl.benchmark.ranks import Measured, Rank, rank_systems
+from medvl.benchmark.ranks import Measured, Rank, comparable, rank_systems
 from medvl.eval.html.tables import Cell, Table
 
 FAMILIES = {
@@ -72,15 +72,39 @@ def family_tables(found: Measurements, group: tuple[str, str], rows: Sequence[Sy
 
 
 def ranks_of(found: Measurements, rows: Sequence[SystemRow]) -> dict[str, dict[str, Rank]]:
-    """Return column -> system -> rank, of the trained systems of a group."""
-    ranks = {}
+    """Return column -> system -> rank, of the trained systems of a group; without columns of unequal classes."""
+    return {
+        title: rank_systems(measured, higher_is_better=found.columns[title].higher_is_better)
+        for title, measured in _ranked(found, rows)
+        if comparable(measured.values())
+    }
+
+
+def _ranked(found: Measurements, rows: Sequence[SystemRow]) -> Iterator[tuple[str, dict[str, Measured]]]:
+    """Yield (column, system -> metric) of the columns in which several systems compete."""
     for title, column in found.columns.items():
-        if column.is_baseline:
-            continue
         measured = {row.name: row.metrics[title] for row in rows if row.weights == "trained" and title in row.metrics}
-        if len(measured) > 1:
-            ranks[title] = rank_systems(measured, higher_is_better=column.higher_is_better)
-    return ranks
+        if len(measured) > 1 and not column.is_baseline:
+            yield title, measured
+
+
+def unranked_table(found: Measurements, group: tuple[str, str], rows: Sequence[SystemRow]) -> Table | None:
+    """Return the columns whose systems have means over different classes, which are not ranked; None without any."""
+    lines: list[list[Cell | str]] = []
+    for title, measured in _ranked(found, rows):
+        if not comparable(measured.values()):
+            for over in dict.fromkeys(one.over for one in measured.values()):
+                names = [name for name, one in measured.items() if one.over == over]
+                lines.append([title, ", ".join(names), "; ".join(sorted(over))])
+    if not lines:
+        return None
+    return Table(
+        title=titled("Columns that are not ranked", group_name(found, group)),
+        columns=["column", "systems", "over"],
+        rows=lines,
+        caption="Means over different classes do not compare. Evaluate all systems on the same ones: `--labels` of a "
+        "command, or the classes of the corpus's prompts; evaluations that are removed are made again.",
+    )
 
 
 def ranks_table(

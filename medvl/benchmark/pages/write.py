@@ -84,6 +84,8 @@ def _ranks(found: Measurements) -> list[Section]:
         if ranks:
             sections.append(tables.ranks_table(found, group, rows, ranks))
             sections += tables.rank_tables(found, group, rows, ranks)
+        unranked = tables.unranked_table(found, group, rows)
+        sections += [] if unranked is None else [unranked]
     return sections or [_nothing("Ranks", "Ranks need two systems with results.")]
 
 
