@@ -70,8 +70,8 @@ class CorpusConfig:
     extra_train: tuple[str, ...] = ()
     """Further shards of training pairs."""
     prompts: str = "chexpert_ensemble"
-    """Prompt set of the zero-shot classification: a name, or a .json file. All systems are evaluated on its classes, also
-    those that have statements as prompts."""
+    """Prompt set of the zero-shot classification: a name, or a .json file. Systems whose prompts are statements are
+    evaluated on its classes too."""
     phrases: str | None = None
     """Test shards of phrases with boxes, for grounding."""
     masks: str | None = None

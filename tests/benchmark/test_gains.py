@@ -152,8 +152,13 @@ def test_a_mean_is_over_the_classes_that_have_a_value() -> None:
     values = {("auroc", "CT"): 0.7, ("auroc", "MR"): 0.8, ("auroc", "US"): math.nan, ("auroc", "macro"): 0.75,
               ("auroc", "macro_competition"): 0.7, ("auroc_sd", "macro"): 0.1, ("recall@1", "all"): 0.2}  # fmt: skip
     rows = {name: MetricRow(metric=name[0], target=name[1], value=value) for name, value in values.items()}
+    gaps = {"CT": "sex: F - M", "MR": "sex: M - F", "macro": "sex: F - M"}  # the groups differ between classes
+    rows |= {
+        ("gap", name): MetricRow(metric="auroc_gap", target=name, subgroup=subgroup, value=0.1)
+        for name, subgroup in gaps.items()
+    }
     results = Results(protocol="zero_shot", protocol_version=1, rows=tuple(rows.values()), config={}, inputs={})
-    for name in (("auroc", "macro"), ("auroc_sd", "macro")):
+    for name in (("auroc", "macro"), ("auroc_sd", "macro"), ("gap", "macro")):
         assert _over(results, rows[name]) == "macro of CT, MR"
     for name in (("auroc", "macro_competition"), ("recall@1", "all")):
         assert _over(results, rows[name]) == name[1]

@@ -169,12 +169,15 @@ def _measured(done: Sequence[tuple[Path, Results]], column: Column) -> Measured 
 def _over(results: Results, row: MetricRow) -> str:
     """Return the target of a row; of a mean over classes with those that have a value, as far as rows show them.
 
-    A metric that is derived from another one, such as auroc_sd, has its classes where it has no rows of its own.
+    A mean in a subgroup has the classes of its attribute: the groups of a gap differ between classes. A metric that is
+    derived from another one, such as auroc_sd, has its classes where it has no rows of its own.
     """
     if row.target == "macro":
-        for metric, subgroup in ((row.metric, row.subgroup), (row.metric, ""), (row.metric.partition("_")[0], "")):
-            rows = [one for one in results.rows if (one.metric, one.subgroup) == (metric, subgroup)]
-            classes = [one.target for one in rows if one.target not in SUMMARY_TARGETS and not math.isnan(one.value)]
+        derived = row.metric.partition("_")[0]
+        for metric, subgroup in ((row.metric, row.subgroup), (row.metric, ""), (derived, "")):
+            name = (metric, subgroup.partition(": ")[0])
+            rows = [one for one in results.rows if (one.metric, one.subgroup.partition(": ")[0]) == name]
+            classes = {one.target for one in rows if one.target not in SUMMARY_TARGETS and not math.isnan(one.value)}
             if classes:
                 return f"macro of {', '.join(sorted(classes))}"
     return row.target
