@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+import re
 import shlex
 import string
 import tomllib
@@ -15,6 +16,7 @@ from medvl.errors import ConfigError
 
 Family = Literal["dual", "fusion", "records", "report"]
 FAMILIES: tuple[Family, ...] = ("dual", "fusion", "records", "report")
+_VARIABLE = re.compile(r"\$(\w+|\{\w+\})", re.ASCII)
 _PRESETS = Path(__file__).parent / "presets"
 _STEPS = Path(__file__).parent / "steps.toml"
 
@@ -324,9 +326,8 @@ def _place(data: Any, part: str, name: str) -> int:
 
 def expanded(text: str, field: str) -> str:
     """Return a text with variables of the environment replaced. Raises ConfigError where one is not set."""
-    result = os.path.expandvars(text)
-    if "$" in result:
-        name = result[result.index("$") :].split("/")[0]
-        message = f"{field}: the environment has no {name}; set it to a folder"
-        raise ConfigError(message, "missing", field=field)
-    return result
+    for name in _VARIABLE.findall(text):
+        if name.strip("{}") not in os.environ:
+            message = f"{field}: the environment has no ${name}; set it to a folder"
+            raise ConfigError(message, "missing", field=field)
+    return os.path.expandvars(text)

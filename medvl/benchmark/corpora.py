@@ -32,7 +32,8 @@ def missing_steps(corpus: CorpusConfig) -> list[list[str]]:
 
 
 def _commands(step: MakeStep, root: str, field: str) -> list[list[str]]:
-    return [[part.replace("{root}", root) for part in shlex.split(expanded(line, field))] for line in step.run]
+    """Return the arguments of each command; a variable is a part of one argument, whatever its value has."""
+    return [[expanded(part, field).replace("{root}", root) for part in shlex.split(line)] for line in step.run]
 
 
 def _steps(corpus: CorpusConfig) -> list[MakeStep]:

@@ -9,6 +9,7 @@ import io
 import json
 import logging
 import multiprocessing
+import shlex
 import statistics
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor
@@ -65,7 +66,7 @@ def describe_plan(
     for name, missing in commands.items():
         if missing:
             lines.append(f"corpus {name} is made first, by {len(missing)} commands; --dry-run measures once it exists:")
-            lines += [f"    medvl {' '.join(arguments)}" for arguments in missing]
+            lines += [f"    medvl {shlex.join(arguments)}" for arguments in missing]
     counts = [store.state(run) for run in plan.runs]
     states = ", ".join(f"{counts.count(state)} {state}" for state in ("finished", "failed", "to do"))
     states += f", {len(errors)} with wrong settings" if errors else ""
@@ -162,7 +163,7 @@ def _examine(run: Run, store: Store, seconds: float) -> Estimate:
     """Return the doctor's estimate, or why there is none."""
     from medvl.train import examine
 
-    waits = set(find_references(run.settings))
+    waits = find_references(run.settings)
     if any(not (store.out / "runs" / run.needs[name] / COST).is_file() for name in waits):
         return {"error": f"starts from {', '.join(sorted(waits))}"}
     store.out.mkdir(parents=True, exist_ok=True)

@@ -4,7 +4,7 @@ import dataclasses
 import hashlib
 import itertools
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from medvl.benchmark.systems import Entry, find_systems
 from medvl.benchmark.tasks import TASKS, columns_of, fitting_tasks
 from medvl.common.config_io import nearest, to_dict
 from medvl.errors import ConfigError
+from medvl.eval import list_prompts
 
 _NEEDS = {"report": ("reports", "words")}
 """Family -> folders of a corpus that its systems train on."""
@@ -36,7 +37,7 @@ def plan_runs(config: BenchmarkConfig, out: Path) -> Plan:
     Raises ConfigError where a system, task or setting does not exist, or a corpus lacks what was asked for.
     """
     entries, missing = find_systems(config)
-    _check_tasks(config)
+    _check_names(config)
     planner = _Planner(config, {entry.name: entry for entry in entries}, out)
     places = itertools.product(entries, config.corpora, config.starts, config.shares, config.seeds)
     for entry, corpus, start, share, seed in places:
@@ -54,16 +55,23 @@ def plan_runs(config: BenchmarkConfig, out: Path) -> Plan:
     return Plan(config=config, runs=tuple(planner.runs.values()), left_out=missing)
 
 
-def _check_tasks(config: BenchmarkConfig) -> None:
-    """Raise ConfigError where a task does not exist, or two tasks or columns have the same name."""
+def _check_names(config: BenchmarkConfig) -> None:
+    """Raise ConfigError where a task, corpus or prompt set does not exist, or tasks or columns have the same name."""
     for number, command in enumerate(config.commands):
         if command.name in TASKS:
             message = f"commands: {command.name!r} is a task of medvl; rename the command"
             raise ConfigError(message, "conflict", field=f"commands.{number}.name")
     known = [*TASKS, *(command.name for command in config.commands)]
     for field, names in (("tasks", set(config.tasks) - {"all"}), ("columns", set(config.columns))):
-        for name in sorted(names - set(known)):
-            raise ConfigError(f"{field}: no task {name!r}; {nearest(name, known)}", "unknown_name", field=field)
+        for name in sorted(names):
+            _check_name(name, known, "task", field)
+    corpora = [corpus.name for corpus in config.corpora]
+    for number, command in enumerate(config.commands):
+        for name in command.corpora:
+            _check_name(name, corpora, "corpus", f"commands.{number}.corpora")
+    for number, corpus in enumerate(config.corpora):
+        if not corpus.prompts.endswith(".json"):
+            _check_name(corpus.prompts, list_prompts(), "prompt set", f"corpora.{number}.prompts")
     titles: dict[str, str] = {}
     for task, columns in columns_of(config).items():
         for column in columns:
@@ -73,6 +81,11 @@ def _check_tasks(config: BenchmarkConfig) -> None:
                 )
                 raise ConfigError(message, "conflict", field="columns")
             titles[column.title] = task
+
+
+def _check_name(name: str, known: Sequence[str], what: str, field: str) -> None:
+    if name not in known:
+        raise ConfigError(f"{field}: no {what} {name!r}; {nearest(name, known)}", "unknown_name", field=field)
 
 
 class _Planner:
@@ -92,7 +105,7 @@ class _Planner:
         config = self._config
         settings = resolved_settings(entry, config, start, seed, share)
         tasks = fitting_tasks(config, entry.system, entry.family, corpus) if evaluated else ()
-        others = set(find_references(settings))
+        others = {*find_references(settings)}
         if "reranking" in tasks:
             others.add(config.evaluation.shortlist_system)
         needs = {}
@@ -101,8 +114,8 @@ class _Planner:
             raise ConfigError(f"settings: {circle}: a run cannot start from itself", "conflict", field="settings")
         self._open.append(entry.name)
         for name in sorted(others):
-            other = self._entry(name)
-            plain = StartConfig() if any(isinstance(value, str) for value in find_references(start.settings)) else start
+            other = self._entry(name, self._place(entry, start, name))
+            plain = StartConfig() if find_references(start.settings) else start
             needs[name] = self.add(other, corpus, plain, share, seed, evaluated=False).key
         self._open.pop()
         located = located_corpus(corpus, self._out)
@@ -132,15 +145,26 @@ class _Planner:
             self.runs[key] = run
         return self.runs[key]
 
-    def _entry(self, name: str) -> Entry:
-        if name not in self._entries:
+    def _place(self, entry: Entry, start: StartConfig, name: str) -> str:
+        """Return the field of the file by which a run needs that of another system."""
+        trees = {f"variants.{entry.name}": entry.settings, f"starts.{start.name}": start.settings}
+        for own in (entry.name, entry.system, entry.family, "all"):
+            trees[f"settings.{own}"] = self._config.settings.get(own, {})
+        fields = (f"{place}.{found[name]}" for place, tree in trees.items() if name in (found := find_references(tree)))
+        return next(fields, "evaluation.shortlist_system")
+
+    def _entry(self, name: str, field: str) -> Entry:
+        """Return the system that a field names. Raises ConfigError where there is none, or none that can be trained."""
+        if name in self._entries:
+            return self._entries[name]
+        try:
             found, missing = find_systems(dataclasses.replace(self._config, systems=(name,)))
-            if len(found) != 1:
-                reason = missing.get(name, "it is not one system")
-                raise ConfigError(
-                    f"settings: no run can start from {name!r}: {reason}", "unsupported", field="settings"
-                )
-            [self._entries[name]] = found
+        except ConfigError as error:
+            raise ConfigError(f"{field}: {error}", error.code, field=field) from None
+        if len(found) != 1:
+            reason = missing.get(name, "it is not one system")
+            raise ConfigError(f"{field}: {name!r} cannot be trained: {reason}", "unsupported", field=field)
+        [self._entries[name]] = found
         return self._entries[name]
 
 
@@ -165,6 +189,6 @@ def _key(entry: Entry, settings: Mapping[str, Any], corpus: CorpusConfig, needs:
     if entry.family == "report":
         data |= {"reports": corpus.reports, "words": corpus.words}
     made = [to_dict(step) for step in corpus.make]
-    used = {name: key for name, key in needs.items() if name in set(find_references(settings))}
+    used = {name: key for name, key in needs.items() if name in find_references(settings)}
     content = [entry.system, entry.recipe.stem, settings, data, made, used]
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]

@@ -95,7 +95,7 @@ def _is_ready(run: Run, store: Store) -> bool:
 
     Where one failed that only proposes candidates, the run is trained without the evaluation that needs them.
     """
-    starts = set(find_references(run.settings))
+    starts = find_references(run.settings)
     for name, key in run.needs.items():
         folder = store.out / "runs" / key
         if (folder / COST).is_file():  # also where its evaluations failed

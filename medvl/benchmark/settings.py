@@ -1,7 +1,7 @@
 """Settings of a recipe with those of a benchmark."""
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from medvl.benchmark.config import BenchmarkConfig, StartConfig, expanded
@@ -82,15 +82,16 @@ def with_settings(config: Any, tree: Mapping[str, Any], path: str) -> Any:
         raise ConfigError(f"{path}: {error}", error.code, field=field) from None
 
 
-def find_references(tree: Any) -> Iterator[str]:
-    """Yield the names of the systems in values such as "run:convirt"."""
-    if isinstance(tree, Mapping):
-        tree = list(tree.values())
-    if isinstance(tree, (list, tuple)):
-        for value in tree:
-            yield from find_references(value)
-    elif isinstance(tree, str) and tree.startswith(RUN):
-        yield tree.removeprefix(RUN)
+def find_references(tree: Any) -> dict[str, str]:
+    """Return system -> dotted name of the setting, of the systems in values such as "run:convirt"."""
+    if isinstance(tree, str) and tree.startswith(RUN):
+        return {tree.removeprefix(RUN): ""}
+    items = enumerate(tree) if isinstance(tree, (list, tuple)) else tree.items() if isinstance(tree, Mapping) else ()
+    return {
+        system: f"{name}.{inner}".removesuffix(".")
+        for name, value in items
+        for system, inner in find_references(value).items()
+    }
 
 
 def _of_start(recipe: Any, start: StartConfig) -> dict[str, Any]:

@@ -115,8 +115,7 @@ def _chosen(
             raise ConfigError(message, "unknown_name", field="systems")
         elif left_out == name:
             chosen[name] = None
-        else:
-            chosen.pop(left_out, None)
+    chosen = {name: None for name in chosen if f"-{name}" not in names}
     if not chosen:
         raise ConfigError(f"expected systems to name one or more, got {', '.join(names)}", "empty", field="systems")
     return list(chosen)

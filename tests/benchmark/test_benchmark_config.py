@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import shlex
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from helpers.errors import raises
 
 from medvl.benchmark import BenchmarkConfig, CorpusConfig, Plan, list_benchmarks, plan_runs, read_benchmark
 from medvl.benchmark.config import MakeStep
+from medvl.benchmark.corpora import missing_steps
 from medvl.benchmark.settings import with_settings
 from medvl.cli import main as cli
 from medvl.cli.benchmark import ChangeOptions
@@ -128,8 +130,15 @@ def test_a_corpus_names_steps_that_benchmarks_share(tmp_path: Path) -> None:
         ({"settings": {"duel": {}}}, "settings.duel"),
         ({"preset": "tine"}, "preset"),
         ({"columns": {"prob": []}}, "columns"),
+        ({"corpora.0.prompts": "chexpert_ensembl"}, "corpora.0.prompts"),
+        ({"commands": [{"name": "c", "command": "eval", "columns": [], "corpora": ["our"]}]}, "commands.0.corpora"),
+        ({"settings": {"clip": {"init_from": "run:convrt"}}}, "settings.clip.init_from"),
+        ({"settings": {"dual": {"model": {"image_weights": "run:convrt"}}}}, "settings.dual.model.image_weights"),
+        ({"starts": [{"name": "s", "settings": {"init_from": "run:convrt"}}]}, "starts.s.init_from"),
+        ({"systems": ["m3ae"], "tasks": ["reranking"], "evaluation.shortlist_system": "convrt"},
+         "evaluation.shortlist_system"),
     ],
-)
+)  # fmt: skip
 def test_unknown_names_of_a_plan_are_refused(tmp_path: Path, changes: dict[str, object], field: str) -> None:
     config = read_benchmark(write(tmp_path, FILE), {"corpora.0.root": "x", **changes})
     with raises(ConfigError, "unknown_name", field):
@@ -148,7 +157,7 @@ def test_unknown_names_of_a_plan_are_refused(tmp_path: Path, changes: dict[str, 
         ({"settings": {"clip": {"init_from": "run:convirt"}, "convirt": {"init_from": "run:clip"}}}, "conflict",
          "settings"),
         ({"settings": {"clip": {"init_from": "run:clip"}}}, "conflict", "settings"),
-        ({"settings": {"clip": {"init_from": "run:dual"}}}, "unsupported", "settings"),
+        ({"settings": {"clip": {"init_from": "run:dual"}}}, "unsupported", "settings.clip.init_from"),
         ({"commands": [{"name": "probe", "command": "eval", "columns": []}]}, "conflict", "commands.0.name"),
         ({"columns": {"zero-shot": [{"title": "zero-shot AUROC", "metric": "auroc", "targets": ["CT"]}]}}, "conflict",
          "columns"),
@@ -160,6 +169,15 @@ def test_plans_without_runs_or_with_equal_names_are_refused(
     config = read_benchmark(write(tmp_path, FILE), {"corpora.0.root": "x", **changes})
     with raises(ConfigError, code, field):
         plan_runs(config, tmp_path)
+
+
+def test_systems_are_left_out_wherever_they_are_named(tmp_path: Path) -> None:
+    for systems in (["dual", "-convirt"], ["-convirt", "dual"], ["convirt", "-convirt", "clip"]):
+        names = {
+            run.name for run in planned(read_benchmark(write(tmp_path, FILE), {"systems": systems}), tmp_path).runs
+        }
+        assert "clip" in names
+        assert "convirt" not in names
 
 
 def test_settings_of_a_variant_replace_the_budget(tmp_path: Path) -> None:
@@ -174,6 +192,32 @@ def test_a_variable_that_is_not_set_is_named(tmp_path: Path, monkeypatch: pytest
     monkeypatch.delenv("OWN_DATA", raising=False)
     with raises(ConfigError, "missing", "corpora.own.root", names="$OWN_DATA"):
         plan_runs(read_benchmark(write(tmp_path, FILE)), tmp_path)
+
+
+def test_values_of_variables_stay_one_argument(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also with spaces; a variable that is not set is named without the rest of the command."""
+    monkeypatch.setenv("OWN_DATA", str(tmp_path / "my images"))
+    make = 'make = [{ creates = "a", run = ["shards table --root ${OWN_DATA}/x --out {root} --name \'a b\'"] }]\n'
+    path = write(tmp_path, f"{FILE}{make}")
+    corpus = plan_runs(read_benchmark(path), tmp_path).runs[0].corpus
+    expected = [
+        "shards",
+        "table",
+        "--root",
+        f"{tmp_path}/my images/x",
+        "--out",
+        f"{tmp_path}/my images",
+        "--name",
+        "a b",
+    ]
+    assert missing_steps(corpus) == [expected]
+    cli.main(["benchmark", str(path), "--dry-run", "--seconds", "0", "--out", str(tmp_path / "out")])
+    assert f"medvl {shlex.join(expected)}\n" in capsys.readouterr().out
+    text = path.read_text().replace("${OWN_DATA}/x", "$NOWHERE")
+    with raises(ConfigError, "missing", "corpora.own.make", names="has no $NOWHERE;"):
+        missing_steps(plan_runs(read_benchmark(write(tmp_path, text)), tmp_path).runs[0].corpus)
 
 
 def test_every_system_is_in_the_phantom_or_has_a_reason(tmp_path: Path) -> None:

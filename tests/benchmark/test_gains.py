@@ -10,11 +10,21 @@ import numpy as np
 import pytest
 from helpers.errors import raises
 
-from medvl.benchmark import BenchmarkConfig, Column, CorpusConfig, Plan, StartConfig, plan_runs, read_benchmark, tasks
+from medvl.benchmark import (
+    BenchmarkConfig,
+    Column,
+    CommandTask,
+    CorpusConfig,
+    Plan,
+    StartConfig,
+    plan_runs,
+    read_benchmark,
+    tasks,
+)
 from medvl.benchmark.pages.curves import label_sections
 from medvl.benchmark.pages.gains import gain_tables
 from medvl.benchmark.pages.rows import Measurements, SystemRow, _over
-from medvl.benchmark.pages.tables import columns_table, rank_tables, ranks_of, unranked_table
+from medvl.benchmark.pages.tables import columns_table, empty_columns_table, rank_tables, ranks_of, unranked_table
 from medvl.benchmark.ranks import Measured
 from medvl.benchmark.resamples import Resampled
 from medvl.errors import ConfigError, EvaluationError
@@ -146,6 +156,31 @@ def test_means_over_different_classes_are_listed_and_not_ranked() -> None:
     assert unranked_table(found, ("ours", "random"), found.rows[1:3]) is None
     different = measurements(rows[0], dataclasses.replace(rows[1], name="a", weights="start"))
     assert [table.rows for table in gain_tables(different)] == [[["a", Cell(text="–")]]]
+
+
+@pytest.mark.parametrize(
+    ("column", "reason"),
+    [
+        ({"metric": "aurok", "targets": ("macro",)}, "mine: no metric 'aurok'; did you mean 'auroc'?"),
+        ({"metric": "auroc", "targets": ("macr",)}, "mine: no target macr of auroc; did you mean 'macro'?"),
+        ({"metric": "auroc", "targets": ("macro",), "subgroup": "sex: "}, "'age: old'"),
+        ({"metric": "auroc", "targets": ("macro",), "subgroup": "age: "}, None),
+    ],
+)
+def test_a_column_that_no_result_has_is_named(column: dict[str, Any], reason: str | None) -> None:
+    own = Column(title="own", **column)
+    rows = {"mine": frozenset({("auroc", "macro", "age: old"), ("recall", "all", "")})}
+    one = dataclasses.replace(row("a", "random", "trained", 0.8), results=rows)
+    if reason is None:
+        one = dataclasses.replace(one, metrics={"own": one.metrics["probe"]})
+    found = measurements(one)
+    command = CommandTask(name="mine", command="eval x", columns=(own,))
+    plan = dataclasses.replace(found.plan, config=dataclasses.replace(found.plan.config, commands=(command,)))
+    table = empty_columns_table(dataclasses.replace(found, plan=plan))
+    assert (table is None) == (reason is None)
+    assert table is None or reason in str(table.rows[0][1])
+    waiting = dataclasses.replace(one, results={}, metrics={})
+    assert empty_columns_table(dataclasses.replace(found, plan=plan, rows=(waiting,))) is None
 
 
 def test_a_mean_is_over_the_classes_that_have_a_value() -> None:

@@ -12,8 +12,12 @@ from medvl.benchmark.resamples import read_resamples
 from medvl.benchmark.run import Run
 from medvl.benchmark.store import COST, Cost, Refusal, Store, Weights, read_evaluation, read_seconds
 from medvl.benchmark.tasks import columns_of
+from medvl.common.config_io import nearest
 from medvl.eval import MetricRow, Results
 from medvl.eval.core.results import SUMMARY_TARGETS
+
+RowName = tuple[str, str, str]
+"""Metric, target and subgroup of a row."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -50,6 +54,8 @@ class SystemRow:
     """Tasks that are left to do."""
     costs: tuple[Cost, ...]
     evaluation_seconds: float
+    results: Mapping[str, frozenset[RowName]] = dataclasses.field(default_factory=dict)
+    """Task -> all rows of its results."""
 
     @property
     def title(self) -> str:
@@ -75,6 +81,17 @@ class Measurements:
     tasks: Mapping[str, str]
     """Title of a column -> its task."""
     failures: tuple[Failure, ...]
+
+    def empty_columns(self) -> dict[str, str]:
+        """Return title -> reason of the columns of the file that no result of their task has a row for."""
+        config, found = self.plan.config, {}
+        own = {command.name: command.columns for command in config.commands}
+        for task, columns in (*own.items(), *config.columns.items()):
+            names = frozenset().union(*(row.results.get(task, frozenset()) for row in self.rows))
+            for column in columns if names else ():
+                if not any(column.title in row.metrics for row in self.rows):
+                    found[column.title] = f"{task}: {_lacking(names, column)}"
+        return found
 
     def groups(self) -> dict[tuple[str, str], list[SystemRow]]:
         """Return the rows with all pairs by corpus and start."""
@@ -106,7 +123,7 @@ def measure_systems(plan: Plan, store: Store) -> Measurements:
 
 def _row(runs: Sequence[Run], weights: Weights, store: Store, columns: Mapping[str, tuple[Column, ...]]) -> SystemRow:
     first = runs[0]
-    metrics, refused, failed, waiting, seconds = {}, {}, set(), set(), 0.0
+    metrics, refused, failed, waiting, seconds, names = {}, {}, set(), set(), 0.0, {}
     for task in first.tasks:
         folders = [store.evaluation(run, weights, task) for run in runs]
         found = [read_evaluation(folder) for folder in folders]
@@ -119,6 +136,7 @@ def _row(runs: Sequence[Run], weights: Weights, store: Store, columns: Mapping[s
                 else:
                     refused[task] = one.reason
         done = [(folder, one) for folder, one in zip(folders, found, strict=True) if isinstance(one, Results)]
+        names[task] = frozenset((row.metric, row.target, row.subgroup) for _, one in done for row in one.rows)
         seconds += sum(read_seconds(folder) or 0.0 for folder, _ in done)
         for column in columns[task]:
             measured = _measured(done, column)
@@ -141,6 +159,7 @@ def _row(runs: Sequence[Run], weights: Weights, store: Store, columns: Mapping[s
         waiting=frozenset(waiting),
         costs=costs,
         evaluation_seconds=seconds / max(1, len(runs)),
+        results=names,
     )
 
 
@@ -164,6 +183,20 @@ def _measured(done: Sequence[tuple[Path, Results]], column: Column) -> Measured 
         ends=tuple(ends),
         over=frozenset(over),
     )
+
+
+def _lacking(names: frozenset[RowName], column: Column) -> str:
+    """Return which part of a column no row has, with the nearest name."""
+    metrics = {metric for metric, *_ in names}
+    if column.metric not in metrics:
+        return f"no metric {column.metric!r}; {nearest(column.metric, metrics)}"
+    targets = {target for metric, target, _ in names if metric == column.metric}
+    if not targets & {*column.targets}:
+        return f"no target {' or '.join(column.targets)} of {column.metric}; {nearest(column.targets[0], targets)}"
+    subgroups = {
+        f"{part!r}" for metric, target, part in names if (metric, target in column.targets) == (column.metric, True)
+    }
+    return f"no value of {column.metric} in the subgroup {column.subgroup!r}; known: {', '.join(sorted(subgroups))}"
 
 
 def _over(results: Results, row: MetricRow) -> str:

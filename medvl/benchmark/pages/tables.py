@@ -230,6 +230,19 @@ def refusals_table(found: Measurements) -> Table:
     )
 
 
+def empty_columns_table(found: Measurements) -> Table | None:
+    """Return the columns of the file that no result has; None without any."""
+    reasons = found.empty_columns()
+    if not reasons:
+        return None
+    return Table(
+        title="Columns without values",
+        columns=["column", "reason"],
+        rows=[list(line) for line in reasons.items()],
+        caption="No result of their tasks has these rows. Correct metric, targets or subgroup of the column.",
+    )
+
+
 def columns_table(found: Measurements) -> Table:
     """Return the task, metric and direction of every column."""
     lines: list[list[Cell | str]] = []

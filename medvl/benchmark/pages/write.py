@@ -56,6 +56,8 @@ def write_site(plan: Plan, store: Store) -> Site:
         )
     ]
     failures = [tables.failures_table(found)] if found.failures else []
+    empty = tables.empty_columns_table(found)
+    main += [] if empty is None else [empty]
     sections: dict[str, list[Section]] = {
         "Benchmark": [*main, *failures],
         "Gains": [*gains.gain_tables(found)],
