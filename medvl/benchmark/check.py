@@ -1,17 +1,25 @@
-"""Check of the settings of a benchmark's models before any of them is trained."""
+"""Checks before any run of a benchmark is trained: settings of the models, sections of texts, data of the results."""
 
+import functools
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from pathlib import Path
 
 import torch
 
-from medvl.benchmark.execute import located
+from medvl.benchmark.execute import checkpoint_of, located
 from medvl.benchmark.plan import Plan
 from medvl.benchmark.run import Run
-from medvl.benchmark.store import Store
-from medvl.common.config_io import from_dict
-from medvl.errors import MedvlError
+from medvl.benchmark.store import COST, Store, read_evaluation
+from medvl.benchmark.tasks import tested_folder
+from medvl.common.config_io import from_dict, nearest
+from medvl.data import ShardSource
+from medvl.data.shards.format import MANIFEST, Manifest
+from medvl.data.shards.regions import find_regions
+from medvl.errors import ConfigError, MedvlError
+from medvl.eval import Results
 from medvl.models import System, system
+from medvl.models.checkpoint import detector_of, train_manifests
 
 _LATER = ("missing", "not_found")
 """Codes of what the corpora lack until they are made: vocabularies, graphs of entities, checkpoints of other runs."""
@@ -33,6 +41,67 @@ def model_errors(plan: Plan, store: Store) -> Mapping[str, str]:
         if (error := found[model]) is not None:
             errors[run.key] = error
     return errors
+
+
+def check_data(plan: Plan, store: Store) -> None:
+    """Compare the data of a benchmark with those of its finished runs, and look for the sections that are matched.
+
+    Data and runs that do not exist yet are left out. Raises ConfigError where a run was trained or evaluated on other
+    data than its folders have now, or where no text has a section of `evaluation.sections`.
+    """
+    changed = list(_changed_data(plan, store))
+    if changed:
+        run, folder, results = changed[0]
+        message = f"{run.title}: {results} was made with other data than {folder} has now"
+        others = f", and {len(changed) - 1} more results were" if len(changed) > 1 else ""
+        advice = "restore the data, give another --out, or remove what was made with the other data"
+        raise ConfigError(f"{message}{others}; {advice}", "mismatch", field=f"corpora.{run.corpus.name}")
+    left = [run for run in plan.runs if store.state(run) == "to do" and {"matching", "reranking"} & {*run.tasks}]
+    for pairs in dict.fromkeys(run.corpus.pairs for run in left):
+        _check_sections(Path(pairs) / "test", plan.config.evaluation.sections)
+
+
+def _changed_data(plan: Plan, store: Store) -> Iterator[tuple[Run, Path, Path]]:
+    """Yield (run, folder of data, what was made with other data) of trainings and evaluations that are finished."""
+    read = functools.cache(lambda folder: Manifest.read(folder) if (Path(folder) / MANIFEST).is_file() else None)
+    for run in plan.runs:
+        if not (store.folder(run) / COST).is_file():
+            continue
+        checkpoint = checkpoint_of(run, store)
+        trained = next(iter(train_manifests(checkpoint)), None)
+        extra = () if run.family == "report" else run.corpus.extra_train
+        present = [read(folder) for folder in (run.train_shards, *extra)]
+        shards = [shard for manifest in present if manifest is not None for shard in manifest.shards]
+        if trained is not None and None not in present and list(trained.shards) != shards:
+            yield run, Path(run.train_shards), store.folder(run)
+            continue
+        for _, task, results in store.evaluations(run):
+            found, folder = read_evaluation(results), tested_folder(run, task)
+            made = found.inputs.get("manifest") if isinstance(found, Results) else None
+            manifest = None if folder is None or made is None else read(folder)
+            if manifest is not None and made not in (manifest.fingerprint, _with_regions(folder, checkpoint)):
+                yield run, folder, results
+
+
+def _with_regions(folder: Path, checkpoint: Path) -> str | None:
+    """Return the hash of shards with the regions of a checkpoint's detector; None for a model of pixels."""
+    detector = detector_of(checkpoint)
+    return None if detector is None else ShardSource(folder, regions=find_regions(folder, detector)).fingerprint
+
+
+def _check_sections(folder: Path, sections: tuple[str, ...]) -> None:
+    """Raise ConfigError where no text of a folder has one of the sections."""
+    if not (folder / MANIFEST).is_file():
+        return
+    source, known = ShardSource(folder), set[str]()
+    for position in range(len(source)):
+        if known.issuperset(sections):
+            return
+        known |= source.sample(position).sections.keys()
+    for name in sections:
+        if name not in known:
+            message = f"no text of {folder} has a section {name!r}; {nearest(name, known)}"
+            raise ConfigError(message, "unknown_name", field="evaluation.sections")
 
 
 def _error(run: Run, store: Store) -> str | None:

@@ -1,15 +1,18 @@
 """Data of a benchmark: what a corpus lacks is made by the commands of its configuration."""
 
+import itertools
 import os
 import shlex
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from medvl.benchmark.config import CorpusConfig, MakeStep, expanded
 from medvl.benchmark.real_tables import write_table
+from medvl.benchmark.run import Run
 from medvl.common.folders import RunLock
+from medvl.data.shards.format import MANIFEST, Manifest
 from medvl.errors import CorpusError
 
 Command = Callable[[Sequence[str]], None]
@@ -47,8 +50,8 @@ def _mark(root: Path, step: MakeStep) -> Path:
     return root / ".making" / step.creates.replace("/", "-")
 
 
-def make_corpus(corpus: CorpusConfig, run: Command = medvl_command) -> None:
-    """Make what a located corpus lacks.
+def make_corpus(corpus: CorpusConfig, run: Command = medvl_command, *, runs: Sequence[Run] = ()) -> None:
+    """Make what a located corpus lacks for these runs.
 
     Raises CorpusError where a command fails, where another process makes it, or where a folder is missing that no
     command makes.
@@ -57,7 +60,7 @@ def make_corpus(corpus: CorpusConfig, run: Command = medvl_command) -> None:
     if _steps(corpus):
         with RunLock(Path(corpus.root), error=CorpusError, field="corpora"):
             _make(corpus, Path(corpus.root), run)
-    for name, path in _needed(corpus):
+    for name, path in itertools.chain(_needed(corpus), _validation(corpus, runs)):
         if not path.exists():
             message = f"corpus {corpus.name} has no {path}; make it, or give another folder in corpora.{name}"
             raise CorpusError(message, "not_found", field=f"corpora.{name}")
@@ -86,6 +89,16 @@ def _make(corpus: CorpusConfig, root: Path, run: Command) -> None:
             del os.environ["MEDVL_SALT_FILE"]
 
 
+def _validation(corpus: CorpusConfig, runs: Sequence[Run]) -> Iterator[tuple[str, Path]]:
+    """Yield (field, file) of the validation data that trainings read, and probes of a corpus with labels."""
+    for one in runs:
+        home = Path(one.train_shards).parent / "validate"
+        if one.settings["data"].get("valid") is not None:
+            yield "reports" if one.family == "report" else "pairs", home / MANIFEST
+    if any("probe" in one.tasks for one in runs) and Manifest.read(f"{corpus.pairs}/test").label_names:
+        yield "pairs", Path(corpus.pairs) / "validate" / MANIFEST
+
+
 def _needed(corpus: CorpusConfig) -> list[tuple[str, Path]]:
     """Return (field, file) of what the runs read."""
     shards = [("pairs", f"{corpus.pairs}/train"), ("pairs", f"{corpus.pairs}/test")]
@@ -96,6 +109,6 @@ def _needed(corpus: CorpusConfig) -> list[tuple[str, Path]]:
         shards += [(name, f"{home}/{split}") for split in ("train", "test") if home is not None]
     vocabularies = [("tokenizer", corpus.tokenizer), *([("words", corpus.words)] if corpus.words else [])]
     return [
-        *((name, Path(path) / "manifest.json") for name, path in shards),
+        *((name, Path(path) / MANIFEST) for name, path in shards),
         *((name, Path(path) / "tokenizer.json") for name, path in vocabularies),
     ]

@@ -39,6 +39,7 @@ from medvl.eval import (
     reranked_retrieval,
     zero_shot,
 )
+from medvl.eval.core.full_pass import input_hashes
 from medvl.eval.core.open import open_source
 from medvl.eval.vqa.evaluate import GAIN, QUESTION_ONLY, subgroup_of
 from medvl.eval.zero_shot_classification.evaluate import common_classes
@@ -95,10 +96,18 @@ def _test(trained: Trained) -> Path:
     return Path(trained.run.corpus.pairs) / "test"
 
 
+def _labelled(trained: Trained) -> ShardSource:
+    """Open the test shards. Raises EvaluationError where they have no labels, as corpora of texts alone."""
+    source = open_source(_test(trained), [trained.origin])
+    if not source.label_names:
+        raise EvaluationError(f"{source.folder} has no labels", "unsupported", field="labels")
+    return source
+
+
 def _zero_shot(trained: Trained) -> Any:
     """Score the classes of the corpus's prompts, also by the statements of systems that are trained on them."""
     [model] = load_ensemble([trained.checkpoint])
-    loader, name, labels = _read(trained, model, _test(trained)), trained.run.corpus.prompts, ()
+    loader, name, labels = _read(trained, model, _labelled(trained)), trained.run.corpus.prompts, ()
     prompts = load_prompts(name)
     if default_prompts(model) == "statements" and not name.endswith(".json"):
         labels = common_classes(prompts.for_labels(loader.source.label_names), loader.source)
@@ -127,7 +136,7 @@ def _probe(trained: Trained) -> Any:
     model = load(trained.checkpoint)
     encoder = ProbedEncoder.from_model(model, name=model.name)
     home = Path(trained.run.corpus.pairs)
-    open_source(_test(trained), [trained.origin])  # refuses patients of its training data; a probe reads no regions
+    _labelled(trained)  # refuses patients of its training data; a probe reads no regions
     sources = [open_source(home / split, synthetic=split == "train") for split in ("train", "validate", "test")]
     features = [encode_features(encoder, _read(trained, model, source)) for source in sources]
     given = trained.run.evaluation
@@ -215,6 +224,7 @@ def _questions(trained: Trained) -> Any:
         answer_questions(model, loader),
         vocabulary=model_vocabulary(model, rules),
         resamples=given.resamples,
+        inputs={"manifest": test.fingerprint},
     )
 
 
@@ -223,10 +233,14 @@ def _reports(trained: Trained) -> Any:
     run = trained.run
     sections = _sections(trained)
     inputs = Inputs(other_view=model.inputs.other_view)
-    test = Path((run.corpus.reports if run.family == "report" else None) or run.corpus.pairs) / "test"
-    loader = _read(trained, model, test, inputs=inputs)
+    loader = _read(trained, model, Path(run.train_shards).parent / "test", inputs=inputs)
     reports = generate_reports(model, loader, sections=sections)
-    return evaluate_reports(reports, resamples=run.evaluation.resamples, config={"sections": list(sections)})
+    return evaluate_reports(
+        reports,
+        resamples=run.evaluation.resamples,
+        config={"sections": list(sections)},
+        inputs=input_hashes(None, manifest=loader),
+    )
 
 
 def _is(*kinds: type[System]) -> Callable[[type[System]], bool]:
@@ -335,21 +349,41 @@ def columns_of(config: BenchmarkConfig) -> dict[str, tuple[Column, ...]]:
     return {name: found for name, found in columns.items() if "all" in config.tasks or name in config.tasks}
 
 
+def tested_folder(run: Run, task: str) -> Path | None:
+    """Return the shards that an evaluation is made on; None where a command names none, or the corpus has none."""
+    if task not in TASKS:
+        try:
+            arguments = _arguments(run, task)
+        except EvaluationError:
+            return None
+        given = [value for name, value in itertools.pairwise(arguments) if name in ("--data", "--test")]
+        return Path(given[-1]) if given else None
+    corpus = run.corpus
+    if task in ("grounding", "change"):
+        return Path((corpus.phrases if task == "grounding" else corpus.changes) or "")
+    home = {"questions": corpus.questions or "", "reports": str(Path(run.train_shards).parent)}.get(task, corpus.pairs)
+    return Path(home) / "test"
+
+
+def _arguments(run: Run, name: str, *, checkpoint: Path = Path(), out: Path = Path()) -> list[str]:
+    """Return the arguments of a command. Raises EvaluationError where the corpus lacks what it reads."""
+    [task] = [command for command in run.commands if command.name == name]
+    fields = {field.name: getattr(run.corpus, field.name) for field in dataclasses.fields(run.corpus)}
+    values = {name: value for name, value in fields.items() if isinstance(value, str)}
+    values |= {"checkpoint": str(checkpoint), "out": str(out), "resamples": str(run.evaluation.resamples)}
+    try:
+        return [part.format(**values) for part in shlex.split(task.command)]
+    except (KeyError, IndexError) as error:
+        message = f"corpus {run.corpus.name} has no {error} for the task {name}"
+        raise EvaluationError(message, "unsupported", field=name) from None
+
+
 def run_command(trained: Trained, name: str, out: Path) -> None:
     """Run the command of a `CommandTask`, which writes results.json into `out`.
 
     Raises EvaluationError with the last line of its errors where it fails or writes none.
     """
-    run = trained.run
-    [task] = [command for command in run.commands if command.name == name]
-    fields = {field.name: getattr(run.corpus, field.name) for field in dataclasses.fields(run.corpus)}
-    values = {name: value for name, value in fields.items() if isinstance(value, str)}
-    values |= {"checkpoint": str(trained.checkpoint), "out": str(out), "resamples": str(run.evaluation.resamples)}
-    try:
-        arguments = [part.format(**values) for part in shlex.split(task.command)]
-    except (KeyError, IndexError) as error:
-        message = f"corpus {run.corpus.name} has no {error} for the task {name}"
-        raise EvaluationError(message, "unsupported", field=name) from None
+    arguments = _arguments(trained.run, name, checkpoint=trained.checkpoint, out=out)
     environment = os.environ | {ERROR_CODES: "1"}
     for is_end, part in itertools.groupby(arguments, lambda argument: argument == "&&"):
         if is_end:

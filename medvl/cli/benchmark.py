@@ -71,6 +71,7 @@ def benchmark(
         sbatch: options of the job arrays, such as "--gpus=1 --time=08:00:00".
         retry_failed: repeat the runs and evaluations that failed.
     """
+    from medvl.benchmark.check import check_data
     from medvl.benchmark.config import read_benchmark
     from medvl.benchmark.plan import plan_runs
     from medvl.benchmark.store import RUN, Store
@@ -82,12 +83,14 @@ def benchmark(
         return
     plan, store = plan_runs(read_benchmark(source, changes.changes()), out.absolute()), Store(out.absolute())
     if dry_run:
+        check_data(plan, store)
         _describe(plan, store, seconds)
         return
     if retry_failed:
         for run in plan.runs:
             store.clear_failures(run)
     _make_data(plan, store)
+    check_data(plan, store)
     store.write_runs(plan)
     if engine == "slurm" and any(store.state(run) == "to do" for run in plan.runs):
         from medvl.benchmark.spread import write_slurm
@@ -138,9 +141,9 @@ def _make_data(plan: Any, store: Any) -> None:
     """Create missing data of the corpora that unfinished runs need."""
     from medvl.benchmark.corpora import make_corpus
 
-    corpora = {run.corpus.name: run.corpus for run in plan.runs if store.state(run) == "to do"}
-    for corpus in corpora.values():
-        make_corpus(corpus)
+    left = [run for run in plan.runs if store.state(run) == "to do"]
+    for corpus in {run.corpus.name: run.corpus for run in left}.values():
+        make_corpus(corpus, runs=[run for run in left if run.corpus.name == corpus.name])
 
 
 def _execute_alone(folder: Path) -> None:

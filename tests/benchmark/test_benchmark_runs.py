@@ -1,7 +1,9 @@
 """A benchmark of a few steps from data to pages: resumed, free the second time, with failures and an outside system."""
 
+import contextlib
 import dataclasses
 import json
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -23,6 +25,7 @@ from medvl.benchmark import (
     tasks,
     write_slurm,
 )
+from medvl.benchmark.check import check_data
 from medvl.benchmark.config import EvaluationConfig
 from medvl.benchmark.corpora import make_corpus
 from medvl.benchmark.estimate import _EvaluationHours, describe_plan, estimate_run
@@ -36,8 +39,8 @@ from medvl.cli import main as cli
 from medvl.common.folders import RunLock
 from medvl.common.peak_memory import peak_resident_bytes
 from medvl.data.shards.format import Manifest
-from medvl.errors import ConfigError, CorpusError, SplitError
-from medvl.eval import read_results
+from medvl.errors import ConfigError, CorpusError, EvaluationError, SplitError
+from medvl.eval import Results, read_results, write_results
 from medvl.models import ConVIRT, ConVIRTConfig, create_model, register_system, registry, save
 from medvl.schema import COMPETITION_FINDINGS
 
@@ -231,6 +234,60 @@ def test_evaluations_refuse_patients_of_the_training(file: Path, tmp_path: Path,
     )
     with raises(SplitError, "leak"):
         tasks.TASKS[task].evaluate(trained)
+
+
+def test_results_of_other_data_are_refused(file: Path, tmp_path: Path) -> None:
+    """Keys name the folders of the data, which may have other data by now."""
+    plan = plan_runs(read_benchmark(file, {"systems": ["convirt"], "tasks": ["zero-shot"]}), tmp_path)
+    [run], store = plan.runs, Store(tmp_path)
+    folder = execute.checkpoint_of(run, store)
+    folder.mkdir(parents=True)
+    model = create_model("convirt", **run.settings["model"])
+    train, test = (Manifest.read(f"{run.corpus.pairs}/{split}") for split in ("train", "test"))
+    save(model, folder, {"train_manifest": test.to_json()})
+    check_data(plan, store)  # the training is not finished
+    (store.folder(run) / "cost.json").write_text(json.dumps(dataclasses.asdict(COST)))
+    with raises(ConfigError, "mismatch", "corpora.phantom", names=run.train_shards):
+        check_data(plan, store)
+    save(model, folder, {"train_manifest": train.to_json()})
+    results = store.evaluation(run, "trained", "zero-shot")
+    for manifest, code in ((test.fingerprint, None), (train.fingerprint, "mismatch"), (None, None)):
+        inputs = {"manifest": manifest}
+        write_results(Results(protocol="zero_shot", protocol_version=1, rows=(), config={}, inputs=inputs), results)
+        with raises(ConfigError, code, "corpora.phantom", names=str(results)) if code else contextlib.nullcontext():
+            check_data(plan, store)
+    other = dataclasses.replace(run, corpus=dataclasses.replace(run.corpus, pairs=str(tmp_path / "removed")))
+    check_data(dataclasses.replace(plan, runs=(other,)), store)
+
+
+def test_sections_that_no_text_has_are_refused(file: Path, tmp_path: Path) -> None:
+    changes = {"systems": ["m3ae"], "tasks": ["matching"], "evaluation.sections": ["findings", "impression"]}
+    check_data(plan_runs(read_benchmark(file, changes), tmp_path), Store(tmp_path))
+    changes["evaluation.sections"] = ["findings", "impresion"]
+    with raises(ConfigError, "unknown_name", "evaluation.sections", names="'impression'"):
+        check_data(plan_runs(read_benchmark(file, changes), tmp_path), Store(tmp_path))
+
+
+def test_a_corpus_without_labels_needs_no_validation_shards(file: Path, tmp_path: Path) -> None:
+    """Its tasks of labels do not apply; a probe of labels reads the validation shards, which are asked for at first."""
+    changes = {"systems": ["convirt"], "tasks": ["zero-shot", "probe"], "corpora.0.root": str(tmp_path)}
+    [run] = plan_runs(read_benchmark(file, changes), tmp_path).runs
+    corpus = dataclasses.replace(run.corpus, phrases=None)
+    for name in ("vocab", "shards/train", "shards/test"):
+        shutil.copytree(file.parent / "data" / name, tmp_path / name)
+    with raises(CorpusError, "not_found", "corpora.pairs", names="validate"):
+        make_corpus(corpus, runs=[run])
+    make_corpus(corpus, runs=[dataclasses.replace(run, tasks=("zero-shot",))])
+    for split in ("train", "test"):
+        shards = tmp_path / "shards" / split
+        dataclasses.replace(Manifest.read(shards), label_names=()).write(shards)
+    make_corpus(corpus, runs=[run])
+    (tmp_path / "own").mkdir()
+    save(create_model("convirt", **run.settings["model"]), tmp_path / "own")
+    trained = tasks.Trained(run=run, checkpoint=tmp_path / "own", origin=tmp_path / "own", folder=tmp_path, other=Path)
+    for task in run.tasks:
+        with raises(EvaluationError, "unsupported", "labels"):
+            tasks.TASKS[task].evaluate(trained)
 
 
 def test_all_systems_have_the_classes_of_the_prompts(
