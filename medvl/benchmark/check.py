@@ -78,8 +78,9 @@ def _changed_data(plan: Plan, store: Store) -> Iterator[tuple[Run, Path, Path]]:
         for _, task, results in store.evaluations(run):
             found, folder = read_evaluation(results), tested_folder(run, task)
             made = found.inputs.get("manifest") if isinstance(found, Results) else None
-            manifest = None if folder is None or made is None else read(folder)
-            if manifest is not None and made not in (manifest.fingerprint, _with_regions(folder, checkpoint)):
+            if folder is None or made is None or (manifest := read(folder)) is None:
+                continue
+            if made not in (manifest.fingerprint, _with_regions(folder, checkpoint)):
                 yield run, folder, results
 
 

@@ -107,8 +107,8 @@ def _labelled(trained: Trained) -> ShardSource:
 def _zero_shot(trained: Trained) -> Any:
     """Score the classes of the corpus's prompts, also by the statements of systems that are trained on them."""
     [model] = load_ensemble([trained.checkpoint])
-    loader, name, labels = _read(trained, model, _labelled(trained)), trained.run.corpus.prompts, ()
-    prompts = load_prompts(name)
+    loader, name = _read(trained, model, _labelled(trained)), trained.run.corpus.prompts
+    prompts, labels = load_prompts(name), tuple[str, ...]()
     if default_prompts(model) == "statements" and not name.endswith(".json"):
         labels = common_classes(prompts.for_labels(loader.source.label_names), loader.source)
         prompts = load_prompts("statements")

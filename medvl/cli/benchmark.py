@@ -71,7 +71,6 @@ def benchmark(
         sbatch: options of the job arrays, such as "--gpus=1 --time=08:00:00".
         retry_failed: repeat the runs and evaluations that failed.
     """
-    from medvl.benchmark.check import check_data
     from medvl.benchmark.config import read_benchmark
     from medvl.benchmark.plan import plan_runs
     from medvl.benchmark.store import RUN, Store
@@ -83,14 +82,12 @@ def benchmark(
         return
     plan, store = plan_runs(read_benchmark(source, changes.changes()), out.absolute()), Store(out.absolute())
     if dry_run:
-        check_data(plan, store)
         _describe(plan, store, seconds)
         return
     if retry_failed:
         for run in plan.runs:
             store.clear_failures(run)
     _make_data(plan, store)
-    check_data(plan, store)
     store.write_runs(plan)
     if engine == "slurm" and any(store.state(run) == "to do" for run in plan.runs):
         from medvl.benchmark.spread import write_slurm
@@ -105,9 +102,10 @@ def benchmark(
 
 def _describe(plan: Any, store: Any, seconds: float) -> None:
     """Print the runs. The exit status is 1 if a model cannot be built."""
-    from medvl.benchmark.check import model_errors
+    from medvl.benchmark.check import check_data, model_errors
     from medvl.benchmark.estimate import describe_plan
 
+    check_data(plan, store)
     errors = model_errors(plan, store)
     print(describe_plan(plan, store, seconds, errors))
     if errors:
@@ -138,12 +136,14 @@ def _publish(plan: Any, store: Any) -> bool:
 
 
 def _make_data(plan: Any, store: Any) -> None:
-    """Create missing data of the corpora that unfinished runs need."""
+    """Create missing data of the corpora that unfinished runs need, and compare them with those of finished runs."""
+    from medvl.benchmark.check import check_data
     from medvl.benchmark.corpora import make_corpus
 
     left = [run for run in plan.runs if store.state(run) == "to do"]
     for corpus in {run.corpus.name: run.corpus for run in left}.values():
         make_corpus(corpus, runs=[run for run in left if run.corpus.name == corpus.name])
+    check_data(plan, store)
 
 
 def _execute_alone(folder: Path) -> None:
