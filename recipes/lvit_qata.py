@@ -109,6 +109,7 @@ def prepare(recipe: Recipe) -> "Run":
     recipe.data.check(MAKE_DATA)
     import medvl
     from medvl.eval import SegmentationEval
+    from medvl.models import copy_training
     from medvl.train import Run, open_dense, seeded
 
     recipe.data.names("masks")
@@ -117,9 +118,10 @@ def prepare(recipe: Recipe) -> "Run":
     with seeded(recipe.train.seed):
         created = medvl.create_model(model, pretrained=published, tokenizer=tokenizer)
     if recipe.init_from is not None:
-        own, other = created.state_dict(), medvl.load(recipe.init_from).state_dict()
-        fitting = {name: x for name, x in other.items() if name in own and own[name].shape == x.shape}
+        own, start = created.state_dict(), medvl.load(recipe.init_from)
+        fitting = {name: x for name, x in start.state_dict().items() if name in own and own[name].shape == x.shape}
         created.load_state_dict(own | fitting)
+        copy_training(start, created)
     opened = open_dense(recipe.data, created, "masks", recipe.train.micro_batch)
     run = Run(recipe="lvit_qata", settings=recipe, model=created, data=opened)
     return run.with_evaluator(lambda images: SegmentationEval(images, empty="lvit"))

@@ -27,7 +27,7 @@ import numpy as np
 import medvl
 from medvl.data import EvalTransform, ShardSource, WholeText
 from medvl.eval import ZeroShotEval
-from medvl.models import UMRLConfig, fit_tfidf
+from medvl.models import UMRLConfig, copy_training, fit_tfidf
 from medvl.train import DataConfig, OptimConfig, Run, TrainConfig, ZeroShotRecipe, launch, quickstart, zero_shot_run
 
 
@@ -79,7 +79,7 @@ def start(model: Any, recipe: Recipe) -> None:
     if recipe.image_from is not None:
         encoder: Any = medvl.load(recipe.image_from).image_encoder
         model.image_encoder.load_state_dict(encoder.state_dict())
-        model.image_encoder.trained_on = encoder.trained_on
+        copy_training(encoder, model.image_encoder)
     if model.text_encoder.name == "static" and recipe.model.text_weights is None:
         source, rng = ShardSource(recipe.data.train), np.random.default_rng(0)
         samples = range(len(source))

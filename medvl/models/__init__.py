@@ -198,6 +198,7 @@ if TYPE_CHECKING:
     )
     from medvl.models.language.masked_text import MaskedText as MaskedText, MaskedTextConfig as MaskedTextConfig
     from medvl.models.language.score import MaskedWordScore as MaskedWordScore
+    from medvl.models.lineage import copy_training as copy_training
     from medvl.models.locate import find_checkpoint as find_checkpoint
     from medvl.models.registry import (
         list_models as list_models,

@@ -69,6 +69,8 @@ class System(nn.Module, abc.ABC):
         transform: preparation of an image for inference.
         tokenizer: None in a model that takes token ids only.
         provenance: how the weights were trained, as the checkpoint that they were loaded from records it; else empty.
+        trained_on: manifests of the shards that the weights of a loaded checkpoint were trained on, as JSON objects;
+            encoders, which other systems take, have their own (`medvl.models.lineage`).
     """
 
     name: ClassVar[str]
@@ -88,6 +90,7 @@ class System(nn.Module, abc.ABC):
         super().__init__()
         self.config, self.transform, self.tokenizer = config, transform, tokenizer
         self.provenance: Mapping[str, Any] = {}
+        self.trained_on: tuple[Mapping[str, Any], ...] = ()
 
     @classmethod
     @abc.abstractmethod

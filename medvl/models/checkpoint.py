@@ -17,10 +17,10 @@ from medvl.data.convert.options import ShardOptions
 from medvl.data.shards.format import Manifest
 from medvl.data.tokenizer.tokenizer import load_tokenizer
 from medvl.data.transforms.image import EvalTransform, OriginalTransform
-from medvl.encoders.regions import RegionEncoder
 from medvl.errors import CheckpointError, ConfigError
 from medvl.models.base import System
 from medvl.models.card import model_card
+from medvl.models.lineage import manifests_of, record_training
 from medvl.models.locate import (
     ANCESTORS,
     CARD,
@@ -57,8 +57,8 @@ def save(
         model: a system.
         folder: gets `config.json`, `model.safetensors`, `README.md` and, if the model has a tokenizer, `tokenizer/`.
         run: how the model was trained (recipe, data, versions); JSON values only. The manifest of the training data,
-            under `train_manifest`, gets a file of its own, and so do those of the encoders' earlier training
-            (`Encoder.trained_on`): evaluators refuse data that shares a patient with one of them.
+            under `train_manifest`, gets a file of its own, and so do those of earlier training
+            (`medvl.models.lineage`): evaluators refuse data that shares a patient with one of them.
         licence, results: entries of the card (`medvl.models.card`).
         weights: False leaves out `model.safetensors`, where ranks write the weights in parts (`medvl.models.weights`).
     """
@@ -66,9 +66,7 @@ def save(
     manifest = json.loads(json.dumps(run.pop(TRAIN_MANIFEST.removesuffix(".json"), None)))
     if manifest is not None:
         (folder / TRAIN_MANIFEST).write_text(json.dumps(manifest, sort_keys=True) + "\n")
-    ancestors: list[Mapping[str, Any]] = []
-    for encoder in _encoders(model):
-        ancestors += [each for each in encoder.trained_on if each != manifest and each not in ancestors]
+    ancestors = [each for each in manifests_of(model) if each != manifest]
     if ancestors:
         (folder / ANCESTORS).write_text(json.dumps(ancestors, sort_keys=True) + "\n")
     config: dict[str, Any] = {
@@ -196,12 +194,12 @@ def warm_start(model: System, folder: Path | str) -> None:
     With `config.new_vocabulary`, the model's table of words and their biases stay as they are. Raises CheckpointError
     as `load_weights` and `load_towers` do.
     """
-    if getattr(model.config, "new_vocabulary", False):
-        _load_but_words(model, Path(folder))
-        return
-    folder = _check_start(model, folder)
+    new_words = getattr(model.config, "new_vocabulary", False)
+    folder = _check_start(model, folder, words=not new_words)
     described = described_model(folder)
-    if described["name"] == model.name:
+    if new_words:
+        _load_but_words(model, folder)
+    elif described["name"] == model.name:
         for field, theirs, ours in differences(described["settings"], to_dict(model.config)):
             _log.warning("%s was trained with %s %r, this model has %r", folder, field, theirs, ours)
         _check_version(model, folder)
@@ -223,8 +221,9 @@ def _load_with_optional_parts(model: System, folder: Path) -> None:
 
 def _load_but_words(model: System, folder: Path) -> None:
     """Load all weights of the same system, or the shared encoders of another, except parameters of single words."""
-    described, tensors = described_model(folder), read_weights(_check_folder(folder))
-    own = model.state_dict()
+    described, tensors, own = described_model(folder), read_weights(folder), model.state_dict()
+    if described["name"] == model.name:
+        _check_version(model, folder)
     words = {name for name in own if name.endswith(("word_embeddings.weight", "word_head.bias"))}
     start = "" if described["name"] == model.name else tuple(f"{name}." for name in model.shared_encoders)
     kept = {name: tensor for name, tensor in own.items() if name in words or not name.startswith(start)}
@@ -281,18 +280,9 @@ def detector_of(folder: Path | str) -> str | None:
         return None
 
 
-def _encoders(model: nn.Module) -> list[Any]:
-    """Return the modules that record their training data: encoders, and the parts of image generators."""
-    return [module for module in model.modules() if "trained_on" in vars(module)]
-
-
 def _record_training(model: nn.Module, folder: Path) -> None:
-    """Record in the encoders of a model the training data of the checkpoint that they were loaded from."""
-    training = tuple(_read_training(folder))
-    for encoder in _encoders(model):
-        encoder.trained_on = training
-        if isinstance(encoder, RegionEncoder):
-            encoder.detector = detector_of(folder)
+    """Record in a model, or a part of one, the training data of the checkpoint that it was loaded from."""
+    record_training(model, _read_training(folder), detector_of(folder))
 
 
 def _read_training(folder: Path) -> list[Any]:

@@ -11,12 +11,12 @@ from medvl.common.hub import HUB_PREFIX, hub_errors, is_hub_id
 from medvl.data.tokenizer.files import has_tokenizer
 from medvl.data.tokenizer.tokenizer import Tokenizer, load_tokenizer
 from medvl.data.transforms.image import EvalTransform, OriginalTransform
-from medvl.encoders.base import Encoder
 from medvl.encoders.presets import IMAGE_PRESETS, TEXT_PRESETS
 from medvl.errors import CheckpointError, ConfigError
 from medvl.models.base import System, SystemConfig
 from medvl.models.checkpoint import load, save
 from medvl.models.factory import create_model, preset_tokenizer
+from medvl.models.lineage import manifests_of
 from medvl.models.locate import MODEL_FILES, TOKENIZER, find_checkpoint, on_hub
 from medvl.models.registry import system
 
@@ -89,7 +89,7 @@ def save_pretrained(
         raise ConfigError(f"{folder} exists and is not empty: give a new folder", "exists", field="folder")
     described = dict(model.provenance if run is None else run)
     if "train_manifest" not in described and isinstance(model.transform, OriginalTransform):
-        described["train_manifest"] = next(e for e in model.modules() if isinstance(e, Encoder)).trained_on[0]
+        described["train_manifest"] = manifests_of(model)[0]
     with new_folder(folder) as aside:
         save(model, aside, described, licence=licence, results=results)
     return folder

@@ -6,23 +6,21 @@ Continued training on radiographs degrades a model's earlier abilities. A point 
 of both; choose the share on validation data of both kinds.
 """
 
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from medvl.encoders.base import Encoder
 from medvl.errors import CheckpointError, ConfigError
 from medvl.models.base import System
 from medvl.models.checkpoint import load
+from medvl.models.lineage import add_training
 
 
 def interpolate(start: Path | str, end: Path | str, share: float) -> System:
     """Return the model of `end` with weights interpolated from those of `start` (share 0) to those of `end` (share 1).
 
-    Counters and other integers are copied from `end`. The model's encoders have the training manifests of both, so that
-    evaluations refuse the patients of either.
+    Counters and other integers are copied from `end`. The model has the training manifests of both, so that evaluations
+    refuse the patients of either.
 
     Raises ConfigError for a share outside of [0, 1], CheckpointError as `load` does, or where the two are not the same
     system with weights of the same names and shapes and the same vocabulary.
@@ -43,11 +41,5 @@ def interpolate(start: Path | str, end: Path | str, share: float) -> System:
         for name, tensor in ours.items():
             if tensor.is_floating_point():
                 tensor.copy_(torch.lerp(theirs[name].to(tensor.dtype), tensor, share))
-    for encoder, before in zip(_encoders(model), _encoders(other), strict=True):
-        more: list[Any] = [each for each in before.trained_on if each not in encoder.trained_on]
-        encoder.trained_on = (*encoder.trained_on, *more)
+    add_training(other, model)
     return model
-
-
-def _encoders(model: System) -> Iterator[Encoder]:
-    return (module for module in model.modules() if isinstance(module, Encoder))

@@ -57,6 +57,15 @@ def test_a_saved_model_is_the_same(trained: System, tmp_path: Path) -> None:
         medvl.from_pretrained(folder, revision="main")
 
 
+def test_a_model_without_an_encoder_is_saved_with_its_training_data(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    model = medvl.create_model("lvit", network="unet", labels=("Infection",), image_size=32, width=8)
+    save(model, tmp_path / "run", {"train_manifest": dataclasses.asdict(MANIFEST)})
+    folder = medvl.load(tmp_path / "run").save_pretrained(tmp_path / "saved")
+    assert medvl.models.train_manifests(folder) == [MANIFEST]
+    assert not (folder / "ancestor_manifests.json").exists()
+
+
 def test_the_card_has_data_results_and_licence(trained: System, tmp_path: Path) -> None:
     plain = ModelCard.load(tmp_path / "run" / "README.md")
     assert plain.data.library_name == "medvl"

@@ -1,21 +1,33 @@
 """Weights between two checkpoints of one system."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from helpers.contrastive_systems import clip, convirt
 from helpers.errors import raises
+from helpers.generators import AUTOENCODER
 
 from medvl.cli.main import main
 from medvl.errors import CheckpointError, ConfigError
-from medvl.models import interpolate, load, save
+from medvl.models import System, create_model, interpolate, load, save
+from medvl.models.lineage import recording_modules
 
 
 def saved(folder: Path, model: torch.nn.Module) -> Path:
     folder.mkdir()
     save(model, folder)
     return folder
+
+
+def autoencoder() -> System:
+    pytest.importorskip("diffusers")
+    return create_model(AUTOENCODER)
+
+
+def unet() -> System:
+    return create_model("lvit", network="unet", labels=("Infection",), image_size=32, width=8)
 
 
 def test_weights_are_on_the_line_between_start_and_end(tmp_path: Path) -> None:
@@ -46,12 +58,13 @@ def test_other_systems_and_shares_are_refused(tmp_path: Path) -> None:
             interpolate(start, start, share)
 
 
-@pytest.mark.parametrize("share", [0.0, 0.5])
-def test_the_patients_of_both_are_remembered(tmp_path: Path, share: float) -> None:
-    models = [convirt(), convirt()]
+@pytest.mark.parametrize(("make", "share"), [(convirt, 0.0), (convirt, 0.5), (autoencoder, 0.5), (unet, 0.5)])
+def test_the_patients_of_both_are_remembered(make: Callable[[], System], share: float, tmp_path: Path) -> None:
+    """An autoencoder and a U-Net have no encoder that could record them."""
+    models = [make(), make()]
     for number, model in enumerate(models):
-        for encoder in (model.image_encoder, model.text_encoder):
-            encoder.trained_on = ({"corpus": f"c{number}"},)
+        model.trained_on = ({"corpus": f"c{number}"},)
     start, end = (saved(tmp_path / str(number), model) for number, model in enumerate(models))
-    model = interpolate(start, end, share)
-    assert model.image_encoder.trained_on == ({"corpus": "c1"}, {"corpus": "c0"})
+    save(interpolate(start, end, share), tmp_path)
+    for module in recording_modules(load(tmp_path)).values():
+        assert module.trained_on == ({"corpus": "c1"}, {"corpus": "c0"})

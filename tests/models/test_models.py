@@ -16,6 +16,7 @@ import pytest
 import safetensors.torch
 import torch
 from helpers.errors import raises
+from helpers.fusion_samples import tiny_model
 from helpers.two_ranks import run_two_ranks
 
 import medvl
@@ -23,9 +24,18 @@ from medvl import losses
 from medvl.common.folders import new_folder
 from medvl.data.shards.format import Manifest
 from medvl.data.tokenizer.tokenizer import Tokenizer, train_wordpiece
+from medvl.encoders.regions import RegionEncoder
 from medvl.errors import CheckpointError, ConfigError, SplitError
 from medvl.eval.core.open import refuse_training_patients
-from medvl.models import Detector, DualStreamConfig, create_classifier, create_dense, create_vqa, train_manifests
+from medvl.models import (
+    Detector,
+    DualStreamConfig,
+    copy_training,
+    create_classifier,
+    create_dense,
+    create_vqa,
+    train_manifests,
+)
 from medvl.models.checkpoint import save
 from medvl.models.dual_encoders.convirt import ConVIRT, ConVIRTConfig
 from medvl.schema import Batch, Embeddings
@@ -220,6 +230,37 @@ def test_a_checkpoint_knows_the_training_data_of_its_ancestors(model: ConVIRT, t
     corpora = [[manifest.corpus for manifest in train_manifests(folder)] for folder in folders]
     assert corpora[:2] == [["first"], ["second", "first"]]
     assert corpora[2:] == [["third", "second", "first"], ["third", "second", "first"], ["vqa", "first"]]
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "size"),
+    [
+        ("single_stream", {"image_encoder": "resnet_tiny", "image_arguments": {}, "image_positions": True}, 96),
+        ("medvill", {"attention": "seq2seq", "objective": "report"}, None),
+    ],
+)
+def test_a_fusion_encoder_that_is_built_anew_knows_its_ancestors(
+    name: str, settings: dict[str, Any], size: int | None, tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    """Another image size, or another attention for reading, makes a new model with the same weights."""
+    folders = [tmp_path / each for each in ("pretrained", "vqa")]
+    for folder in folders:
+        folder.mkdir()
+    save(tiny_model(name, tokenizer, **settings), folders[0], {"train_manifest": manifest_of("first")})
+    vqa = create_vqa(folders[0], ["yes", "no"], fusion=None, image_size=size)
+    recorded = [each["corpus"] for each in vqa.fusion_model.image_encoder.trained_on]
+    assert recorded == [each["corpus"] for each in vqa.fusion_model.trained_on] == ["first"]
+    save(vqa, folders[1], {"train_manifest": manifest_of("vqa")})
+    assert [manifest.corpus for manifest in train_manifests(folders[1])] == ["vqa", "first"]
+    with raises(SplitError, "leak", names="1 patients"):
+        refuse_training_patients(folders[1], source_of("first"))
+
+
+def test_a_copy_of_weights_knows_the_detector_of_its_regions() -> None:
+    old, new = RegionEncoder(8), RegionEncoder(8)
+    old.bind("grid", "hash", 8, [manifest_of("first")])
+    copy_training(old, new)
+    assert (new.detector, new.trained_on) == ("hash", (manifest_of("first"),))
 
 
 @pytest.mark.parametrize("salt", ["salt", "other"])

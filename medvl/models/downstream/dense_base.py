@@ -21,6 +21,7 @@ from medvl.encoders import ImageEncoder, create_image_encoder, parameter_groups
 from medvl.errors import ConfigError
 from medvl.models.base import EncoderArguments, ImageConfig, System
 from medvl.models.downstream.classifier import check_encoder, encoder_at
+from medvl.models.lineage import copy_training
 from medvl.schema import Batch, ImageFeatures
 
 _GROUPS = 8
@@ -214,5 +215,5 @@ def _rebuild(encoder: ImageEncoder, arguments: dict[str, Any]) -> ImageEncoder:
         message = f"{encoder.name} has learned positions for {encoder.image_size} pixels; leave size unset"
         raise ConfigError(message, "unsupported", field="size")
     other.load_state_dict(old, strict=True)
-    other.trained_on = encoder.trained_on
+    copy_training(encoder, other)
     return other

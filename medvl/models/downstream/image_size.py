@@ -12,6 +12,7 @@ from medvl.encoders.regions import RegionEncoder
 from medvl.errors import ConfigError
 from medvl.models.factory import create_model
 from medvl.models.fusion_encoders.bases.base import FusionModel
+from medvl.models.lineage import copy_training
 
 
 def at_image_size(model: FusionModel, size: int) -> FusionModel:
@@ -40,6 +41,7 @@ def at_image_size(model: FusionModel, size: int) -> FusionModel:
             if tensors[name].shape != expected[name].shape:
                 raise _unsupported(f"{name} of {model.name} belongs", model, size)
     other.load_state_dict(tensors, strict=True)
+    copy_training(model, other)
     return other.train(model.training)
 
 

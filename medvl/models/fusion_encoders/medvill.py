@@ -21,6 +21,7 @@ from medvl.models.fusion_encoders.parts.attention_masks import CAUSAL_ATTENTIONS
 from medvl.models.fusion_encoders.parts.corruption import sample_pairs
 from medvl.models.fusion_encoders.parts.encoder import Tokens
 from medvl.models.fusion_encoders.parts.inputs import encode_present, sample_cells
+from medvl.models.lineage import copy_training
 from medvl.models.registry import register_system
 from medvl.schema import Batch
 
@@ -124,6 +125,7 @@ class MedViLL(JointBERT):
         )
         other = self.build(config, pretrained=False, tokenizer=self.tokenizer)
         other.load_state_dict(self.state_dict(), strict=True)
+        copy_training(self, other)
         return other.train(self.training)
 
     def image_tokens(self, image: Tensor, has_image_B: Tensor | None = None) -> Tokens:

@@ -35,7 +35,7 @@ from medvl.data.loading.dense_targets import DenseBatch
 from medvl.errors import ConfigError
 from medvl.eval import mask_segmentation, read_results
 from medvl.eval.core.open import open_for_evaluation
-from medvl.models import LViT, load, save
+from medvl.models import LViT, load, save, train_manifests
 from medvl.models.downstream.lvit_network import Block, LViTNetwork, PixelAttention, UNet
 from medvl.models.downstream.lvit_unlabelled import PseudoLabels, References, turned
 from medvl.schema import Sample
@@ -444,5 +444,6 @@ def test_recipe_trains_and_starts_from_a_u_net(shards: Path, tmp_path: Path) -> 
     model = second.model
     assert model.config.unlabelled == 8
     assert torch.equal(model.network.enter[0].weight, load(best).network.enter[0].weight)
+    assert [each["corpus"] for each in model.trained_on] == [train_manifests(best)[0].corpus]
     losses = [model.train()(batch).total.item() for batch in second.data.train]
     assert np.isfinite(losses).all()

@@ -214,21 +214,27 @@ def test_the_trained_encoder_starts_other_systems(name: str, tokenizer: Tokenize
     checkpoint.load_towers(back, folder)  # and back: the image encoder is left out
 
 
-def test_a_new_vocabulary_under_an_old_encoder(tokenizer: Tokenizer, tmp_path: Path) -> None:
-    old = make("masked_text", tokenizer)
-    checkpoint.save(old, tmp_path)
+def test_a_new_vocabulary_under_an_old_encoder(tokenizer: Tokenizer, source: Any, tmp_path: Path) -> None:
+    """The start is a run, of which the best checkpoint is taken."""
+    old, run = make("masked_text", tokenizer), tmp_path / "run"
+    (run / "best").mkdir(parents=True)
+    checkpoint.save(old, run / "best", {"train_manifest": dataclasses.asdict(source.manifest)})
     words = train_wordpiece(["effusion lung heart ward"], vocab_size=30, min_frequency=1, max_tokens=32)
     with raises(CheckpointError, "mismatch"):
-        make("masked_text", words, init_from=tmp_path)
+        make("masked_text", words, init_from=run)
     with raises(ConfigError, "missing", "tokenizer"):
-        create_model("masked_text", init_from=tmp_path, new_vocabulary=True)
-    started = make("masked_text", words, init_from=tmp_path, new_vocabulary=True)
+        create_model("masked_text", init_from=run, new_vocabulary=True)
+    started = make("masked_text", words, init_from=run, new_vocabulary=True)
+    assert started.text_encoder.trained_on[0]["corpus"] == source.manifest.corpus
     table = "text_encoder.backbone.embeddings.word_embeddings.weight"
     for key, tensor in started.state_dict().items():
         if key in (table, "word_head.bias"):
             assert tensor.shape[0] == words.vocab_size
         else:
             assert torch.equal(tensor, old.state_dict()[key]), key
+    (run / "best" / "complete.json").write_text("{}")
+    with raises(CheckpointError, "malformed", names="complete.json"):
+        make("masked_text", words, init_from=run, new_vocabulary=True)
     published = tmp_path / "published"
     old.text_encoder.backbone.save_pretrained(published)
     tokenizer.save(published)
