@@ -302,6 +302,15 @@ def check_whole(folder: Path) -> Any:
     return training(folder / "whole", norm=True, epochs=4).step
 
 
+def check_threads(folder: Path) -> Any:
+    """Return how many threads this process has after each of three runs in its own process group (Linux)."""
+    counts = []
+    for number in range(3):
+        training(folder / f"threads-{number}", epochs=1)
+        counts.append(len(list(Path("/proc/self/task").glob("*"))))
+    return counts
+
+
 def check_signal(folder: Path) -> Any:
     """Send SIGTERM to rank 1 only, within a step; both ranks must stop after the same step with status 0."""
     rank, world = rank_and_world()

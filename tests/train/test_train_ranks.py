@@ -30,7 +30,7 @@ def found(folder: Path, name: str) -> list[Any]:
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """One start of two ranks for all checks that go on after one another."""
     target = tmp_path_factory.mktemp("ranks")
-    names = ("gather", "losses", "ddp", "train", "nan", "disk", "disagree", "lock", "validate", "whole")
+    names = ("gather", "losses", "ddp", "train", "nan", "disk", "disagree", "lock", "validate", "whole", "threads")
     run_two_ranks(SCRIPT, target, *names)
     return target
 
@@ -155,6 +155,13 @@ def test_signal_to_one_rank_stops_both_and_resume_is_exact(folder: Path, tmp_pat
 def test_an_error_releases_the_process_group(tmp_path: Path) -> None:
     run_two_ranks(SCRIPT, tmp_path, "error")
     assert found(tmp_path, "error") == [[1, 0], [1, 0]]  # the traceback keeps DDP, which holds no group any more
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="counts the threads of a process on Linux")
+def test_runs_in_a_process_group_of_the_caller_leave_no_threads(folder: Path) -> None:
+    """Each run has a process group for decisions, with threads and connections of its own."""
+    for counts in found(folder, "threads"):
+        assert len(set(counts)) == 1
 
 
 def test_validation_loss_is_exact_on_any_number_of_ranks(folder: Path) -> None:

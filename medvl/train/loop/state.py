@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import logging
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Self
@@ -110,7 +111,7 @@ class TrainState:
             "streak": self.streak,
             "rollbacks": self.rollbacks,
             "spikes": None if self.spikes is None else self.spikes.state_dict(),
-            "metrics": {name: value if value == value else None for name, value in self.metrics.items()},
+            "metrics": {name: value if math.isfinite(value) else None for name, value in self.metrics.items()},
             "schedule": self.rate.state_dict(),
             "scaler": self.precision.state_dict(),
             "loader": self.stream.state_dict(),

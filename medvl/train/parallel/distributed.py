@@ -106,8 +106,8 @@ class RankInfo:
 def join(device: Literal["auto", "cpu", "cuda"] = "auto") -> Iterator[RankInfo]:
     """Join the ranks that torchrun started; a process without torchrun is a single rank.
 
-    On exit the process group is destroyed if it was created here. Raises ConfigError where a GPU is requested and this
-    rank has none.
+    On exit the process groups that were created here are destroyed: in a process group of the caller's, the one for
+    decisions alone. Raises ConfigError where a GPU is requested and this rank has none.
     """
     local_rank = int(os.environ.get("LOCAL_RANK", 0))
     chosen = _choose_device(device, local_rank)
@@ -117,13 +117,17 @@ def join(device: Literal["auto", "cpu", "cuda"] = "auto") -> Iterator[RankInfo]:
     starting = size > 1 and not dist.is_initialized()
     if starting:
         _init_process_group("cpu:gloo,cuda:nccl" if chosen.type == "cuda" else "gloo")
+    hosts = None
     try:
-        hosts = dist.new_group(backend="gloo", timeout=_HOST_TIMEOUT) if size > 1 else None
+        if size > 1:
+            hosts = dist.new_group(backend="gloo", timeout=_HOST_TIMEOUT)
         local_size = int(os.environ.get("LOCAL_WORLD_SIZE", size))
         yield RankInfo(rank=rank, size=size, local_size=local_size, device=chosen, hosts=hosts)
     finally:
         if starting:
             dist.destroy_process_group()
+        elif hosts is not None:
+            dist.destroy_process_group(hosts)
 
 
 def _init_process_group(backend: str) -> None:

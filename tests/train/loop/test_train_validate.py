@@ -128,6 +128,15 @@ def test_early_stopping_ends_the_run_saves_it_and_stays_ended(tmp_path: Path) ->
     assert (again.stopped, again.step, again.metrics) == ("early_stop", 3, {"auroc": 0.7})
 
 
+@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
+def test_a_run_ends_well_on_a_metric_that_is_not_finite(value: float, tmp_path: Path) -> None:
+    """JSON has no such numbers: the last save would fail, and the final weights be lost."""
+    result = run(tmp_path, itertools.chain([0.5] * 7, [value]))
+    assert (result.stopped, result.last.name, result.best_value) == ("finished", "step-00000008", 0.5)
+    assert result.save_failures == 0
+    assert math.isnan(run(tmp_path, iter([])).metrics["auroc"])
+
+
 def test_unknown_best_metric_is_refused(tmp_path: Path) -> None:
     with raises(ConfigError, "unknown_name", "best_metric"):
         run(tmp_path, iter([0.5]), best_metric="aurok")
