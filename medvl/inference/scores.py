@@ -1,6 +1,6 @@
 """Probabilities of findings and phrases in images."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, overload
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from medvl.data.images.inputs import ImageInput
 from medvl.errors import ConfigError, EvaluationError
-from medvl.eval.zero_shot_classification.prompts import PromptSet
+from medvl.eval.zero_shot_classification.prompts import ClassPrompts, PromptSet
 from medvl.eval.zero_shot_classification.scores import PromptScorer
 from medvl.inference.models import AnyImage, Images, batches, is_single, make_batch, open_model, refuse
 from medvl.inference.prompts import PROMPTS, Texts, prompts_for
@@ -27,6 +27,7 @@ class Scorer:
     Attributes:
         model: a dual-encoder, or a classifier of images.
         names: the texts, in the order of the columns.
+        sentences: those that each text is scored with; empty for a classifier.
     """
 
     def __init__(
@@ -41,11 +42,12 @@ class Scorer:
         self.model = open_model(model)
         self._score: PromptScorer | None = None
         self._columns: list[int] = []
+        self.sentences: Mapping[str, ClassPrompts] = {}
         if isinstance(self.model, DualEncoder):
             prompt_set = prompts_for([texts] if isinstance(texts, str) else texts, prompts, temperature)
             with evaluating(self.model):
                 self._score = PromptScorer(self.model, prompt_set)
-            self.names = tuple(prompt_set.classes)
+            self.names, self.sentences = tuple(prompt_set.classes), prompt_set.classes
         elif isinstance(self.model, LabelModel) and self.model.reads == "image":
             self.names, self._columns = _labels(self.model, [texts] if isinstance(texts, str) else texts)
         else:

@@ -18,11 +18,15 @@ from medvl.errors import EvaluationError, MedvlError
 from medvl.eval.core.open import resolve_device
 from medvl.eval.core.results import checkpoint_sha256
 from medvl.eval.report_generation.generate import ReportWriter, decode_texts
-from medvl.eval.zero_shot_classification.calibration import Calibration, calibration_path, read_calibration
-from medvl.eval.zero_shot_classification.prompts import COMPETING, PromptSet
+from medvl.eval.zero_shot_classification.calibration import (
+    Calibration,
+    FindingCalibration,
+    calibration_path,
+    read_calibration,
+)
+from medvl.eval.zero_shot_classification.prompts import COMPETING, ClassPrompts, PromptSet
 from medvl.inference.heatmaps import heatmap
 from medvl.inference.models import make_batch, open_model, refuse
-from medvl.inference.prompts import prompts_for
 from medvl.inference.scores import Scorer, encode_images
 from medvl.inference.texts import CAN_ANSWER, CAN_WRITE
 from medvl.models import VQA, DualEncoder
@@ -134,33 +138,25 @@ class ServedModel:
     def scores(self, image: Encoded, texts: Sequence[str]) -> list[dict[str, Any]]:
         """Return the score of each text, or of all findings, in an encoded image, as `medvl.infer`.
 
-        `score` is the model's probability; `probability` is calibrated, None where there is no calibration.
+        `score` is the model's probability; `probability` is calibrated, None where there is no calibration: also for
+        some of the classes of prompts that compete with each other, whose calibration belongs to all of them.
+
+        Raises EvaluationError for texts that the prompts cannot score (`medvl.inference.prompts_for`).
         """
         findings = self._prepare_scorer()
         known = {name.casefold(): name for name in findings.names}
-        named = {text: known.get(text.casefold(), text) for text in texts} or {name: name for name in findings.names}
-        competing = bool(texts) and self.prompts.scoring in COMPETING  # then each score depends on the other texts
-        own = [text for text in named if competing or text.casefold() not in known]
-        scorers = [findings] * (len(own) < len(named))
+        names = list(dict.fromkeys(known.get(text.casefold(), text) for text in texts)) or list(findings.names)
+        whole = self.prompts.scoring not in COMPETING or {*names} == {*findings.names}
+        own = [name for name in names if not whole or name not in findings.names]
+        scorers = [findings] * (len(own) < len(names))
         scorers += [Scorer(self.model, own, prompts=self.prompts)] if own else []
         scores: dict[str, float] = {}
+        sentences: dict[str, ClassPrompts] = {}
         for scorer in scorers:
             scores |= zip(scorer.names, scorer.scored(image)[0].tolist(), strict=True)
-        return [self._scored(name, scores[text if text in own else name]) for text, name in named.items()]
-
-    def _scored(self, text: str, score: float) -> dict[str, Any]:
-        fitted = self.calibration.findings.get(text) if self.calibration else None
-        by_prompts = isinstance(self.model, DualEncoder)
-        sides = next(iter(prompts_for([text], self.prompts).classes.values())) if by_prompts else None
-        return {
-            "text": text,
-            "score": score,
-            "probability": None if fitted is None else fitted.probability(score),
-            "images": None if fitted is None else fitted.images,
-            "positives": None if fitted is None else fitted.positives,
-            "positive": [] if sides is None else list(sides.positive),
-            "negative": [] if sides is None else list(sides.negative),
-        }
+            sentences |= scorer.sentences
+        fitted = self.calibration.findings if self.calibration is not None and whole else {}
+        return [_scored(name, scores[name], sentences.get(name), fitted.get(name)) for name in names]
 
     def heatmap(self, pixels: np.ndarray, text: str) -> dict[str, Any]:
         """Return the map of a text over the image: uint8 in base64, 0 outside of the model's crop, 1 low to 255 high.
@@ -243,6 +239,21 @@ class ServedModel:
 
 
 _BLACK = np.zeros((64, 64), np.uint8)
+
+
+def _scored(
+    text: str, score: float, sentences: ClassPrompts | None, fitted: FindingCalibration | None
+) -> dict[str, Any]:
+    """Return a text's score with its calibration and its sentences, as JSON values."""
+    return {
+        "text": text,
+        "score": score,
+        "probability": None if fitted is None else fitted.probability(score),
+        "images": None if fitted is None else fitted.images,
+        "positives": None if fitted is None else fitted.positives,
+        "positive": [] if sentences is None else list(sentences.positive),
+        "negative": [] if sentences is None else list(sentences.negative),
+    }
 
 
 async def each_model(

@@ -110,6 +110,31 @@ def test_names_of_findings_take_the_prompts_and_other_texts_their_negation(one: 
     assert typed["probability"] is None
 
 
+def test_classes_that_compete_are_calibrated_all_together_or_not_at_all() -> None:
+    """A softmax over some of the classes is another number than the one that the calibration was fitted to."""
+    prompts = load_prompts("chexpert_classes")
+    names = list(prompts.classes)
+    calibration = dataclasses.replace(CALIBRATION, prompts=prompts.name, findings=dict.fromkeys(names, FITTED))
+    to = client([ServedModel("tiny", MODEL, prompts, calibration)])
+    for texts in ([], names[::-1], [name.upper() for name in names]):
+        (model,) = results(post(to, "scores", png(), texts))
+        expected = infer(MODEL, png(), prompts=prompts)
+        for row in model["result"]:
+            assert row["score"] == pytest.approx(expected[row["text"]])
+            assert row["probability"] == pytest.approx(FITTED.probability(row["score"]))
+            assert row["positive"] == list(prompts.classes[row["text"]].positive)
+            assert row["negative"] == []
+    (model,) = results(post(to, "scores", png(), [names[1].lower(), names[0]]))
+    assert [row["text"] for row in model["result"]] == [names[1], names[0]]
+    assert {row["text"]: row["score"] for row in model["result"]} == pytest.approx(
+        infer(MODEL, png(), names[:2], prompts=prompts)
+    )
+    assert [row["probability"] for row in model["result"]] == [None, None]
+    for texts in (names[:1], ["Large left effusion", *names]):
+        (model,) = results(post(to, "scores", png(), texts))
+        assert model["error"]["code"] in ("empty", "unknown_name")
+
+
 def test_view_is_the_rendering_of_the_file_and_its_values(one: TestClient) -> None:
     view = post(one, "view", dicom(PhotometricInterpretation="MONOCHROME1")).json()
     assert (view["height"], view["width"], view["format"]) == (48, 64, "DICOM")
