@@ -3,8 +3,12 @@
 import platform
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
+
+from medvl.common import heap
+from medvl.common.heap import keep_freed_memory
 
 SCRIPT = """
 import torch
@@ -29,3 +33,16 @@ def test_freed_memory_is_kept(keep: bool) -> None:
     command = [sys.executable, "-c", SCRIPT.format(keep=keep)]
     kept_mb = int(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
     assert kept_mb > 200 if keep else kept_mb < 100
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="for glibc")
+def test_the_heap_is_set_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A later training in the process, beside whose threads `mallopt` is not safe, has the same settings."""
+    calls = []
+    library = SimpleNamespace(mallopt=lambda parameter, value: calls.append(parameter))
+    monkeypatch.setattr(heap.ctypes, "CDLL", lambda name: library)
+    keep_freed_memory.cache_clear()
+    for _ in range(2):
+        keep_freed_memory()
+    keep_freed_memory.cache_clear()  # the true heap is as it was
+    assert len(calls) == len(set(calls)) == 2

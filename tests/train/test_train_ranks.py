@@ -1,12 +1,14 @@
 """Two ranks against one process: gather, DDP and complete runs."""
 
 import json
+import signal
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from helpers import train_fakes as fakes, train_ranks as ranks
+from helpers import forked, train_fakes as fakes, train_ranks as ranks
 from helpers.train_ranks import CONTRASTIVE, COUNTS, OWN_ROWS, pairs, rows, weigh
 from helpers.two_ranks import run_two_ranks
 
@@ -155,6 +157,15 @@ def test_signal_to_one_rank_stops_both_and_resume_is_exact(folder: Path, tmp_pat
 def test_an_error_releases_the_process_group(tmp_path: Path) -> None:
     run_two_ranks(SCRIPT, tmp_path, "error")
     assert found(tmp_path, "error") == [[1, 0], [1, 0]]  # the traceback keeps DDP, which holds no group any more
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="frames of C++ are those of Linux")
+def test_a_crash_in_a_library_names_its_place(tmp_path: Path) -> None:
+    """A rank that once died of "double free or corruption" said nothing else."""
+    ended = forked.run([sys.executable, "-c", "import os\nos.abort()"], cwd=tmp_path)
+    assert ended.returncode == -signal.SIGABRT
+    assert 'program.py", line 4' in ended.stderr
+    assert ended.stderr.index("Fatal Python error: Aborted") < ended.stderr.index("frame #0: c10::FatalSignalHandler")
 
 
 @pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="counts the threads of a process on Linux")

@@ -250,6 +250,19 @@ def two_threads() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
+def test_the_heap_is_set_before_gloo_starts_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`mallopt` is not safe beside threads that allocate memory."""
+    calls = []
+    monkeypatch.setattr(distributed, "rank_and_world", lambda: (0, 2))
+    monkeypatch.setattr(distributed, "keep_freed_memory", lambda: calls.append("heap"))
+    monkeypatch.setattr(distributed, "_init_process_group", lambda backend: calls.append(backend))
+    for name in ("new_group", "destroy_process_group"):
+        monkeypatch.setattr(distributed.dist, name, lambda name=name, **options: calls.append(name))
+    with distributed.join("cpu"):
+        assert calls == ["heap", "gloo", "new_group"]
+    assert calls[3:] == ["destroy_process_group"]
+
+
 @pytest.mark.parametrize(("idle", "fixed", "expected"), [(0, None, 1), (1, None, 1), (9, None, 2), (1, 2, 2)])
 def test_a_run_leaves_busy_cores_alone(
     idle: int, fixed: int | None, expected: int, two_threads: None, monkeypatch: pytest.MonkeyPatch

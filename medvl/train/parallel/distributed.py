@@ -106,13 +106,16 @@ class RankInfo:
 def join(device: Literal["auto", "cpu", "cuda"] = "auto") -> Iterator[RankInfo]:
     """Join the ranks that torchrun started; a process without torchrun is a single rank.
 
-    On exit the process groups that were created here are destroyed: in a process group of the caller's, the one for
-    decisions alone. Raises ConfigError where a GPU is requested and this rank has none.
+    On a CPU, this process keeps freed memory from now on (`medvl.common.heap`). On exit the process groups that were
+    created here are destroyed: in a process group of the caller's, the one for decisions alone. Raises ConfigError
+    where a GPU is requested and this rank has none.
     """
     local_rank = int(os.environ.get("LOCAL_RANK", 0))
     chosen = _choose_device(device, local_rank)
     if chosen.type == "cuda":
         torch.cuda.set_device(chosen)
+    else:
+        keep_freed_memory()  # before gloo starts its threads
     rank, size = rank_and_world()
     starting = size > 1 and not dist.is_initialized()
     if starting:
@@ -199,7 +202,7 @@ def average_gradients(parameters: Sequence[nn.Parameter], ranks: RankInfo) -> No
 
 @contextlib.contextmanager
 def machine_settings(ranks: RankInfo, num_threads: int | None, deterministic: bool, precision: str) -> Iterator[None]:
-    """Set torch's CPU threads and GPU algorithms for a run; restore them on exit. On a CPU, freed memory is kept.
+    """Set torch's CPU threads and GPU algorithms for a run; restore them on exit.
 
     Without `num_threads`, the ranks on a CPU share the cores that are idle at the start: torch's threads wait for each
     other actively, so that one of them on a busy core slows down all. torchrun gives each of several ranks one thread,
@@ -210,8 +213,6 @@ def machine_settings(ranks: RankInfo, num_threads: int | None, deterministic: bo
     threads_before = torch.get_num_threads()
     algorithms_before = torch.are_deterministic_algorithms_enabled()
     matmul_before, benchmark_before = torch.get_float32_matmul_precision(), torch.backends.cudnn.benchmark
-    if ranks.device.type == "cpu":
-        keep_freed_memory()
     if ranks.device.type == "cuda":
         torch.backends.cudnn.benchmark = not deterministic
         if precision != "fp32":
