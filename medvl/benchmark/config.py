@@ -175,7 +175,7 @@ class CommandTask:
     name: str
     command: str
     """Such as "eval zero-shot --checkpoint {checkpoint} --data {pairs}/test --out {out}". {checkpoint}, {out},
-    {resamples} and the paths of the corpus ({root}, {pairs}, {phrases}, {masks}, ...) are replaced. " && " separates
+    {resamples}, {question_size} and the paths of the corpus ({root}, {pairs}, ...) are replaced. " && " separates
     several, of which the first may train into {out}/run."""
     families: tuple[Family, ...] = FAMILIES
     corpora: tuple[str, ...] = ()
@@ -190,7 +190,7 @@ class CommandTask:
             message = f"expected balanced quotes and braces in {self.command!r}: {error}"
             raise ConfigError(message, "malformed", field="command") from None
         folders = {field.name for field in dataclasses.fields(CorpusConfig)} - {"make", "extra_train"}
-        known = {"checkpoint", "out", "resamples", *folders}
+        known = {"checkpoint", "out", "resamples", "question_size", *folders}
         if names - known:
             unknown = min(names - known)
             message = f"{{{unknown}}} is not replaced in a command; {nearest(unknown, known)}"

@@ -15,12 +15,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from medvl.benchmark.commands import run_command
 from medvl.benchmark.resamples import write_resamples
 from medvl.benchmark.run import Run
 from medvl.benchmark.settings import RUN, with_settings
 from medvl.benchmark.store import COST, FAILURE, REFUSAL, SECONDS, Store, Weights, is_evaluated, read_records, read_run
 from medvl.benchmark.systems import Entry, recipe_module
-from medvl.benchmark.tasks import TASKS, Trained, run_command
+from medvl.benchmark.tasks import TASKS, Trained
 from medvl.common.files import write_atomic
 from medvl.common.folders import RunLock
 from medvl.common.peak_memory import peak_resident_bytes, reset_peak_memory

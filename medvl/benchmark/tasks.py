@@ -2,21 +2,17 @@
 
 import dataclasses
 import itertools
-import os
-import shlex
-import subprocess
-import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from medvl.benchmark.commands import command_arguments, question_size
 from medvl.benchmark.config import BenchmarkConfig, Column, CorpusConfig, Family
 from medvl.benchmark.run import Run
 from medvl.benchmark.settings import with_settings
 from medvl.benchmark.systems import recipe_module
-from medvl.common.interrupts import sigterm_interrupts
 from medvl.data import QuestionSource, ShardSource
-from medvl.errors import ERROR_CODES, EvaluationError
+from medvl.errors import EvaluationError
 from medvl.eval import (
     ProbedEncoder,
     ShortlistModel,
@@ -193,8 +189,7 @@ def _questions(trained: Trained) -> Any:
         "valid_split": Path(corpus.questions_valid or "").name,
         "workers": budget.workers,
     }
-    if getattr(system(run.system), "numbers_cells", False):  # it reads images of one size
-        data["image"] = {"size": run.settings["model"]["image_size"]}
+    data["image"] = {"size": question_size(run)}
     train: dict[str, Any] = {"run_dir": run_dir, "keep_last": 1, "tensorboard": False, "seed": run.seed}
     train["packed_text"] = run.settings["train"]["packed_text"]
     if budget.weights == "last":
@@ -353,7 +348,7 @@ def tested_folder(run: Run, task: str) -> Path | None:
     """Return the shards that an evaluation is made on; None where a command names none, or the corpus has none."""
     if task not in TASKS:
         try:
-            arguments = _arguments(run, task)
+            arguments = command_arguments(run, task)
         except EvaluationError:
             return None
         given = [value for name, value in itertools.pairwise(arguments) if name in ("--data", "--test")]
@@ -363,37 +358,3 @@ def tested_folder(run: Run, task: str) -> Path | None:
         return Path((corpus.phrases if task == "grounding" else corpus.changes) or "")
     home = {"questions": corpus.questions or "", "reports": str(Path(run.train_shards).parent)}.get(task, corpus.pairs)
     return Path(home) / "test"
-
-
-def _arguments(run: Run, name: str, *, checkpoint: Path = Path(), out: Path = Path()) -> list[str]:
-    """Return the arguments of a command. Raises EvaluationError where the corpus lacks what it reads."""
-    [task] = [command for command in run.commands if command.name == name]
-    fields = {field.name: getattr(run.corpus, field.name) for field in dataclasses.fields(run.corpus)}
-    values = {name: value for name, value in fields.items() if isinstance(value, str)}
-    values |= {"checkpoint": str(checkpoint), "out": str(out), "resamples": str(run.evaluation.resamples)}
-    try:
-        return [part.format(**values) for part in shlex.split(task.command)]
-    except (KeyError, IndexError) as error:
-        message = f"corpus {run.corpus.name} has no {error} for the task {name}"
-        raise EvaluationError(message, "unsupported", field=name) from None
-
-
-def run_command(trained: Trained, name: str, out: Path) -> None:
-    """Run the command of a `CommandTask`, which writes results.json into `out`.
-
-    Raises EvaluationError with the last line of its errors where it fails or writes none.
-    """
-    arguments = _arguments(trained.run, name, checkpoint=trained.checkpoint, out=out)
-    environment = os.environ | {ERROR_CODES: "1"}
-    for is_end, part in itertools.groupby(arguments, lambda argument: argument == "&&"):
-        if is_end:
-            continue
-        command = [sys.executable, "-m", "medvl", *part]
-        with sigterm_interrupts():  # which stops the command
-            ended = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
-        if ended.returncode:
-            break
-    if ended.returncode or not (out / "results.json").is_file():
-        last = (ended.stderr.strip().splitlines() or [f"status {ended.returncode}"])[-1]
-        text, _, code = last.removeprefix("medvl: ").removesuffix("]").rpartition(" [")
-        raise EvaluationError(f"{name}: {text or last}", code if text else "missing", field=name)

@@ -10,6 +10,7 @@ import tyro
 from helpers.errors import raises
 
 from medvl.benchmark import BenchmarkConfig, CorpusConfig, Plan, list_benchmarks, plan_runs, read_benchmark
+from medvl.benchmark.commands import command_arguments
 from medvl.benchmark.config import MakeStep
 from medvl.benchmark.corpora import missing_steps
 from medvl.benchmark.settings import with_settings
@@ -358,3 +359,15 @@ def test_the_dry_run_names_models_that_cannot_be_built(tmp_path: Path, capsys: p
     assert "resnet_tiny" in wrong["clip,"]
     assert sum("wrong settings: " in line for line in printed) == 4
     assert "8 runs: 0 finished, 0 failed, 8 to do, 4 with wrong settings" in "\n".join(printed)
+
+
+@pytest.mark.parametrize(("name", "size"), [("medvill", 512), ("m3ae", 384)])
+def test_questions_of_a_command_have_the_size_that_a_system_reads(
+    name: str, size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """MedViLL numbers the cells of its grid, so that it is fine-tuned at the size of its pretraining."""
+    monkeypatch.setenv("MIMIC_SHARDS", str(tmp_path))
+    plan = plan_runs(read_benchmark("mimic", {"systems": [name], "seeds": [0]}), tmp_path)
+    [run] = [run for run in plan.runs if run.name == name]
+    arguments = command_arguments(run, "SLAKE")
+    assert arguments[arguments.index("--data.image.size") + 1] == str(size)
