@@ -102,7 +102,9 @@ class ConceptScore:
     Args:
         batches: validation batches, of an `open_text_loader` with `train=False`.
 
-    Calling it with a model returns concepts/recall@1, concepts/mrr, and their values by chance.
+    Calling it with a model returns concepts/recall@1, concepts/mrr, and their values by chance. The candidates are one
+    name of each concept. The rank of the right one is 1, plus the number of higher scores, plus half the number of
+    equal ones (concepts with the same name); a right name without a score (NaN) is last.
     """
 
     def __init__(self, batches: Iterable[Batch]) -> None:
@@ -116,8 +118,7 @@ class ConceptScore:
         first_C = torch.full((len(known_C),), len(column_N)).scatter_reduce(
             0, column_N, torch.arange(len(column_N)), "amin"
         )
-        score_NC = fact_NE @ name_NE[first_C].T
-        rank_N = (score_NC > score_NC.gather(1, column_N[:, None])).sum(dim=1) + 1
+        rank_N = _ranks(fact_NE @ name_NE[first_C].T, column_N)
         chance = (1 / torch.arange(1, len(known_C) + 1)).mean()
         return {
             "concepts/recall@1": float((rank_N == 1).float().mean()),
@@ -125,3 +126,11 @@ class ConceptScore:
             "concepts/chance_recall@1": 1 / len(known_C),
             "concepts/chance_mrr": float(chance),
         }
+
+
+def _ranks(score_NC: Tensor, column_N: Tensor) -> Tensor:
+    """Return the rank of the score in each row's column, (N,) float32: ties count half, and NaN is last."""
+    own_N1 = score_NC.gather(1, column_N[:, None])
+    higher_N, equal_N = (score_NC > own_N1).sum(dim=1), (score_NC == own_N1).sum(dim=1)
+    last_N = torch.full((len(score_NC),), float(score_NC.shape[1]))
+    return torch.where(own_N1[:, 0].isnan(), last_N, 1 + higher_N + (equal_N - 1) / 2)

@@ -1,6 +1,7 @@
 """KAD's knowledge encoder: facts of a release of UMLS, pairs, the loss against the formula, and its use in KAD."""
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -136,6 +137,36 @@ def test_names_are_found_from_facts_after_training(tokenizer: Tokenizer, graph: 
         optimizer.step()
     found = ConceptScore([batch])(model.eval())
     assert found["concepts/mrr"] > start["concepts/mrr"] + 0.2
+
+
+class Vectors:
+    """A knowledge encoder that returns given vectors of facts and names, one pair for each concept."""
+
+    device = "cpu"
+
+    def __init__(self, fact_NE: torch.Tensor, name_NE: torch.Tensor) -> None:
+        self.pairs = fact_NE, name_NE, torch.arange(len(fact_NE))
+
+    def embed_pairs(self, batch: Any) -> Any:
+        return self.pairs
+
+
+def score_of(fact_NE: torch.Tensor, name_NE: torch.Tensor) -> tuple[float, float]:
+    batch: Any = SimpleNamespace(to=lambda device: None)
+    found = ConceptScore([batch])(Vectors(fact_NE, name_NE))
+    return found["concepts/recall@1"], found["concepts/mrr"]
+
+
+def test_names_with_equal_scores_or_none_are_not_found() -> None:
+    """An encoder that collapsed or diverged scores below chance."""
+    equal_NE = torch.full((50, 4), 0.5)
+    assert score_of(equal_NE, equal_NE) == (0.0, pytest.approx(1 / 25.5))
+    assert score_of(equal_NE * torch.nan, equal_NE) == (0.0, pytest.approx(1 / 50))
+    assert score_of(torch.eye(3), torch.eye(3)) == (1.0, 1.0)
+    names_NE = torch.eye(3)[[0, 1, 1]]  # the names of the last two concepts are equal
+    assert score_of(names_NE, names_NE) == (pytest.approx(1 / 3), pytest.approx((1 + 2 / 1.5) / 3))
+    names_NE = torch.eye(3).index_fill(0, torch.tensor(2), torch.nan)
+    assert score_of(torch.eye(3), names_NE) == (pytest.approx(2 / 3), pytest.approx((1 + 1 + 1 / 3) / 3))
 
 
 def test_kad_starts_from_its_encoder_and_head_and_other_systems_from_the_encoder(tmp_path: Path) -> None:
