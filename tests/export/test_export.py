@@ -5,8 +5,11 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
+import PIL.Image
 import pytest
 import torch
 from helpers import forked
@@ -17,7 +20,7 @@ from medvl.cli import main as cli
 from medvl.data.tokenizer.tokenizer import train_wordpiece
 from medvl.errors import CheckpointError, ConfigError
 from medvl.export import export_hugging_face, export_onnx, export_open_clip
-from medvl.export.exporters import zero_shot
+from medvl.export.exporters import onnx, zero_shot
 from medvl.export.exporters.common import difference, random_ids
 from medvl.export.importers.backbones import hugging_face_swin, hugging_face_vit
 from medvl.export.importers.key_map import to_medvl, to_published
@@ -333,9 +336,42 @@ def test_export_list_tells_what_a_checkpoint_can_become(
 
 
 def test_onnx_export_without_its_libraries_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = convirt()
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with raises(ConfigError, "missing", names="pip install 'medvl[onnx]'"):
-        export_onnx(convirt(), tmp_path / "out")
+        export_onnx(model, tmp_path / "out")
+
+
+@pytest.mark.parametrize("channels", [1, 3])
+def test_code_of_the_onnx_card_gives_embeddings(channels: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the traced modules in place of the files."""
+    tokenizer = train_wordpiece(["small left pleural effusion"], min_frequency=1, max_tokens=16)
+    model = convirt(tokenizer, fit="pad", image_arguments={"in_channels": channels})
+
+    class Session:
+        def __init__(self, path: str) -> None:
+            self.tower: Any = onnx.ImageTower(model) if "image_tower" in path else onnx.TextTower(model)
+
+        def run(self, outputs: None, inputs: dict[str, np.ndarray]) -> list[np.ndarray]:
+            assert {value.dtype.name for value in inputs.values()} <= {"uint8", "int64"}
+            return [each.detach().numpy() for each in self.tower(**{k: torch.from_numpy(v) for k, v in inputs.items()})]
+
+    monkeypatch.setattr(onnx, "_write", lambda *arguments: {})
+    monkeypatch.setattr(onnx, "_NEEDED", ())
+    monkeypatch.setitem(sys.modules, "onnxruntime", SimpleNamespace(InferenceSession=Session))
+    export_onnx(model, tmp_path / "out")
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert f"`pixels`: uint8, images x {channels} x 64 x 64" in card
+    assert "standard deviation" not in card
+    grey_HW = np.random.default_rng(0).integers(256, size=(80, 70), dtype=np.uint8)
+    PIL.Image.fromarray(grey_HW).save(tmp_path / "image.png")
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, Any] = {}
+    exec(usage(tmp_path / "out"), names)
+    with torch.no_grad():
+        expected = model.encode_image(model.transform("image.png")), model.encode_text("Small left pleural effusion.")
+    for name, vectors in zip(("image_embedding", "text_embedding"), expected, strict=True):
+        torch.testing.assert_close(torch.from_numpy(names[name]), vectors, **CLOSE)
 
 
 @pytest.mark.fault("N8")

@@ -1,7 +1,7 @@
 """Parts that the exporters share: inputs for comparing outputs, the comparison, and the model card."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -72,8 +72,27 @@ def difference(name: str, actual: Tensor, expected: Tensor) -> float:
     return largest
 
 
-def write_card(folder: Path, model: System, *, usage: str, left_out: Mapping[str, str], library: str) -> None:
-    """Write `README.md`: content, usage, missing parts and limits."""
+def write_card(
+    folder: Path,
+    model: System,
+    *,
+    usage: str,
+    left_out: Mapping[str, str],
+    library: str,
+    inputs: Sequence[str] | None = None,
+) -> None:
+    """Write `README.md`: content, usage, inputs, missing parts and limits.
+
+    Args:
+        folder: folder of the exported model.
+        model: the model.
+        usage: Python code that loads and calls it.
+        left_out: part of the model -> why it was not written.
+        library: value of `library_name`.
+        inputs: lines about the inputs; default: normalised pixels, for a model that has an image encoder.
+    """
+    if inputs is None:
+        inputs = [f"Pixels: {_normalized_pixels(model)}"] if isinstance(model, TwoTowers) else []
     missing = [f"- {part}: {why}" for part, why in left_out.items()] or ["- nothing"]
     names = (getattr(model.config, f"{side}_encoder", None) for side in ("image", "text"))
     encoders = [name for name in names if name is not None]
@@ -93,7 +112,7 @@ def write_card(folder: Path, model: System, *, usage: str, left_out: Mapping[str
         *usage.splitlines(),
         "```",
         "",
-        *([f"Pixels: {_pixels(model)}", ""] if isinstance(model, TwoTowers) else []),
+        *(line for each in inputs for line in (each, "")),
         "## Left out",
         "",
         *missing,
@@ -106,7 +125,7 @@ def write_card(folder: Path, model: System, *, usage: str, left_out: Mapping[str
     (folder / "README.md").write_text("\n".join(lines) + "\n")
 
 
-def _pixels(model: Any) -> str:
+def _normalized_pixels(model: Any) -> str:
     encoder = model.image_encoder
     mean, std = (", ".join(f"{value:.4f}" for value in values) for values in (encoder.mean, encoder.std))
     height, width = encoder.image_size

@@ -73,11 +73,10 @@ def export_onnx(model: System, out: Path | str) -> Exported:
     lacking = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
     if lacking:
         raise ConfigError(f"not installed: {' and '.join(lacking)}; run pip install 'medvl[onnx]'", "missing")
-    model, encoder = require_encoders(model)
+    model, _ = require_encoders(model)
     model.eval()
     generator = torch.Generator().manual_seed(0)
-    side = (getattr(model.config, "image_size", encoder.image_size[0]),) * 2
-    pixels = torch.randint(256, (2, encoder.in_channels, *side), generator=generator, dtype=torch.uint8)
+    pixels = torch.randint(256, (2, *_image_shape(model)), generator=generator, dtype=torch.uint8)
     ids = random_ids(model.text_encoder, None if model.tokenizer is None else model.tokenizer.sep_id)
     mask = torch.ones_like(ids)
     mask[1, -3:] = 0
@@ -92,7 +91,6 @@ def export_onnx(model: System, out: Path | str) -> Exported:
                 folder / "text_tower.onnx",
             ),
         }
-        usage = 'import onnxruntime\nimage_tower = onnxruntime.InferenceSession("FOLDER/image_tower.onnx")'
         left_out = {
             name: "neither file uses it"
             for name, child in model.named_children()
@@ -100,8 +98,57 @@ def export_onnx(model: System, out: Path | str) -> Exported:
         }
         if model.tokenizer is not None:
             model.tokenizer.save(folder / "tokenizer")
-        write_card(folder, model, usage=usage, left_out=left_out, library="onnx")
+        write_card(folder, model, usage=_usage(model), left_out=left_out, library="onnx", inputs=_inputs(model))
     return Exported(folder=Path(out), differences=differences, left_out=left_out)
+
+
+def _image_shape(model: Any) -> tuple[int, int, int]:
+    """Return channels, height and width of the pixels of `image_tower.onnx`."""
+    encoder = model.image_encoder
+    side: int = getattr(model.config, "image_size", encoder.image_size[0])
+    return encoder.in_channels, side, side
+
+
+def _usage(model: Any) -> str:
+    """Return code that calls both files on an image and, where the model has a tokenizer, on a text."""
+    fields = ", ".join(f"{name}={value!r}" for name, value in model.transform.settings().items() if value)
+    channels = _image_shape(model)[0]
+    pixels = f'EvalTransform({fields})("image.png"){".expand(-1, 3, -1, -1)" if channels == 3 else ""}.numpy()'
+    lines = [
+        "import onnxruntime",
+        f"from medvl.data import EvalTransform{'' if model.tokenizer is None else ', load_tokenizer'}",
+        "",
+        'image_tower = onnxruntime.InferenceSession("FOLDER/image_tower.onnx")',
+        'text_tower = onnxruntime.InferenceSession("FOLDER/text_tower.onnx")',
+        f"pixels = {pixels}",
+    ]
+    if model.tokenizer is None:
+        lines.append("ids, mask = ...  # int64 arrays; the checkpoint has no tokenizer")
+    else:
+        lines += [
+            'tokenizer = load_tokenizer("FOLDER/tokenizer")',
+            'ids, mask = (each.long().numpy() for each in tokenizer(["Small left pleural effusion."]))',
+        ]
+    images, texts = (", ".join(tower.outputs) for tower in (ImageTower(model), TextTower(model)))
+    return "\n".join(
+        [
+            *lines,
+            f'[{images}] = image_tower.run(None, {{"pixels": pixels}})',
+            f'[{texts}] = text_tower.run(None, {{"ids": ids, "mask": mask}})',
+        ]
+    )
+
+
+def _inputs(model: Any) -> list[str]:
+    """Return lines of the card about the inputs of both files."""
+    channels, height, width = _image_shape(model)
+    grey = "" if channels == 1 else "; a grey image three times"
+    return [
+        f"`pixels`: uint8, images x {channels} x {height} x {width}, 0 to 255{grey}. image_tower.onnx scales and "
+        "normalises them; medvl is only needed to cut images as in training.",
+        f"`ids`, `mask`: int64, texts x tokens, at most {model.text_encoder.max_tokens} tokens; the mask is 1 on real "
+        "tokens and 0 on padding, which follows them.",
+    ]
 
 
 def _write(tower: Any, inputs: dict[str, Tensor], shapes: dict[str, Any], path: Path) -> dict[str, float]:
