@@ -115,6 +115,22 @@ def test_roberta_is_exported_and_other_encoders_are_refused(tmp_path: Path) -> N
     assert not (tmp_path / "pairs").exists()
 
 
+@pytest.mark.parametrize(("encoder", "default"), [("bert", 0.1), ("cxrbert", 0.25), ("bioalbert", 0.0)])
+def test_exports_have_the_attention_dropout_of_their_architecture(encoder: str, default: float, tmp_path: Path) -> None:
+    """A pretraining with packed texts has none, whoever fine-tunes the export gets the default."""
+    settings: dict[str, Any] = {"text_encoder": encoder, "text_arguments": SMALL, "max_tokens": 40, "vocab_size": 60}
+    language = create_model("masked_text", pairs="none", attention_dropout=0.05, **settings)
+    dual = create_model(
+        "convirt", image_encoder="resnet_tiny", image_size=64, frozen_text_layers=0, attention_dropout=0.05, **settings
+    )
+    for model, folder in ((language, tmp_path / "language"), (dual, tmp_path / "dual")):
+        export_hugging_face(model, folder)
+        text_folder = folder if model is language else folder / "text_encoder"
+        config = transformers.AutoConfig.from_pretrained(text_folder)
+        assert config.attention_probs_dropout_prob == default
+        assert config.architectures
+
+
 def test_the_knowledge_encoder_is_exported_with_its_head(tmp_path: Path) -> None:
     """The code of the card gives medvl's embeddings."""
     tokenizer = text_vocabulary(40)

@@ -114,6 +114,15 @@ def text_has_projection(name: str) -> bool:
     return family == "open_clip" or (preset is not None and preset.projection is not None)
 
 
+def text_encoder_fields(name: str) -> dict[str, Any]:
+    """Return the fields of the backbone's configuration that a name sets, without the defaults of its type.
+
+    Raises:
+        ConfigError: "unknown_name".
+    """
+    return _resolve(name)[3]
+
+
 def list_text_encoders(pattern: str = "*") -> list[str]:
     """Return the names of presets that match a wildcard, sorted."""
     return sorted(fnmatch.filter(TEXT_PRESETS, pattern))

@@ -1,9 +1,11 @@
 """Evaluation of a text encoder by fine-tuning on text tasks.
 
-Protocol "text_tasks", version 1:
+Protocol "text_tasks", version 2:
 
 * One linear layer on the last hidden states; the whole encoder is trained with it. Tags are predicted at the first
   piece of each given word; words that were truncated count as the first tag (no entity).
+* The attention has a dropout of 0.1, whatever the pretraining had; "attention_dropout" of the results is its value,
+  None for an encoder without it. The other dropout is the encoder's.
 * Learning rate, batch size and epochs are chosen from the grid by the metric on the dev split, with the first seed.
   A grid of one setting is not searched.
 * The metric of a task is the mean over the seeds. Seeds change the head, dropout and the order of examples; with random
@@ -40,7 +42,7 @@ from medvl.eval.text_tasks.finetune import FinetuneGrid, FinetuneSettings, finet
 from medvl.eval.text_tasks.metrics import Predicted, Summed, difference, mean_over_seeds, summed_metric
 from medvl.models.downstream.text_head import TextPool
 
-PROTOCOL, PROTOCOL_VERSION = "text_tasks", 1
+PROTOCOL, PROTOCOL_VERSION = "text_tasks", 2
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,6 +55,8 @@ class EvaluatedEncoder:
     tokenizer: Callable[[int], Tokenizer]
     """Maximum length -> tokenizer."""
     max_tokens: int
+    attention_dropout: float | None = None
+    """Dropout of the attention in fine-tuning; None for a backbone without this setting."""
     sha256: str | None = None
 
 
@@ -174,7 +178,12 @@ def evaluate_text_tasks(
         protocol=PROTOCOL,
         protocol_version=PROTOCOL_VERSION,
         rows=tuple(rows),
-        config={"tasks": list(tasks), **options.described(), "other": other and other.name},
+        config={
+            "tasks": list(tasks),
+            **options.described(),
+            "attention_dropout": encoder.attention_dropout,
+            "other": other and other.name,
+        },
         inputs={"checkpoint": encoder.sha256, "other": None if other is None else other.sha256},
         details={name: _details(TASKS[name], run, others.get(name)) for name, run in runs.items()},
     )

@@ -1,8 +1,9 @@
 """Fine-tuning of a text encoder with a linear head on one text task (Gu et al. 2021, Section 4.2).
 
 AdamW without weight decay of biases and norms, a linear warm-up over 10 % of the steps and a linear decay to 0, dropout
-0.1, the gradient's norm at most 1. The last weights are used: the number of epochs is a setting that is chosen on the
-dev split, as the learning rate.
+0.1 before the linear layer and that of the encoder within it (`medvl.eval.text_tasks.open` sets it for the attention),
+the gradient's norm at most 1. The last weights are used: the number of epochs is a setting that is chosen on the dev
+split, as the learning rate.
 """
 
 import dataclasses

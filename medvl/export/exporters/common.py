@@ -10,6 +10,7 @@ from torch import Tensor
 
 import medvl
 from medvl.encoders import ImageEncoder, TextEncoder
+from medvl.encoders.text.factory import text_encoder_fields
 from medvl.errors import CheckpointError, ConfigError
 from medvl.models.base import System, TwoTowers
 
@@ -55,6 +56,18 @@ def random_ids(encoder: TextEncoder, end_id: int | None) -> Tensor:
     if end_id is not None:
         ids_BT[:, -1] = end_id
     return ids_BT
+
+
+def restore_attention_dropout(model: System, config: Any) -> None:
+    """Set the attention's dropout in a configuration of transformers to the architecture's default.
+
+    A model with `config.attention_dropout` was trained with another, such as 0 for packed texts; whoever fine-tunes the
+    export does not pack.
+    """
+    if getattr(model.config, "attention_dropout", None) is not None:
+        given = {**text_encoder_fields(model.config.text_encoder), **model.config.text_arguments}
+        default = type(config)().attention_probs_dropout_prob
+        config.attention_probs_dropout_prob = given.get("attention_probs_dropout_prob", default)
 
 
 def difference(name: str, actual: Tensor, expected: Tensor) -> float:

@@ -6,6 +6,7 @@ transformers that computes the same, else timm's models as `TimmWrapperModel`, e
 parts, such as fusion-encoders, are left out, and the card lists them.
 """
 
+import copy
 import dataclasses
 import shutil
 from collections.abc import Callable, Mapping, Sequence
@@ -22,7 +23,15 @@ from medvl.encoders.image.encoder import ImageOptions
 from medvl.encoders.presets import IMAGE_PRESETS
 from medvl.encoders.text.projections import MatrixHead
 from medvl.errors import CheckpointError, ConfigError
-from medvl.export.exporters.common import Exported, difference, random_ids, random_pixels, require_encoders, write_card
+from medvl.export.exporters.common import (
+    Exported,
+    difference,
+    random_ids,
+    random_pixels,
+    require_encoders,
+    restore_attention_dropout,
+    write_card,
+)
 from medvl.export.exporters.language import export_language_model
 from medvl.export.exporters.zero_shot_heads import write_heads
 from medvl.export.importers import backbones
@@ -72,7 +81,7 @@ def export_hugging_face(model: System, out: Path | str) -> Exported:
             usage = 'from transformers import AutoModel\nmodel = AutoModel.from_pretrained("FOLDER")'
         else:
             image_differences, image = _write_image(encoder, folder / "image_encoder")
-            text_differences, text = _write_text(model.text_encoder, folder / "text_encoder")
+            text_differences, text = _write_text(model, folder / "text_encoder")
             if model.tokenizer is not None:
                 model.tokenizer.save(folder / "text_encoder")
             heads = write_heads(model, folder, {"image": image, "text": text})
@@ -86,7 +95,7 @@ def _export_knowledge_encoder(model: KEBERT, out: Path) -> Exported:
     """Write the text encoder, the weights of its head and a card that has the head's layers."""
     model.eval()
     with new_folder(out) as folder, torch.no_grad():
-        differences, arguments = _write_text(model.text_encoder, folder / "text_encoder")
+        differences, arguments = _write_text(model, folder / "text_encoder")
         if model.tokenizer is not None:
             model.tokenizer.save(folder / "text_encoder")
         save_file({name: tensor.contiguous() for name, tensor in model.text_head.state_dict().items()}, folder / _HEAD)
@@ -275,9 +284,11 @@ def _clip_vision(encoder: ImageEncoder) -> tuple[Any, Sequence[KeyRule]]:
     return net, backbones.hugging_face_clip_image("vision_model." if hasattr(net, "vision_model") else "")
 
 
-def _write_text(encoder: TextEncoder, folder: Path) -> tuple[dict[str, float], Arguments]:
+def _write_text(model: Any, folder: Path) -> tuple[dict[str, float], Arguments]:
+    """Write the text encoder; return its differences and loading arguments."""
     import transformers
 
+    encoder: TextEncoder = model.text_encoder
     net: Any = encoder.backbone
     ids = random_ids(encoder, None)
     mask = torch.ones_like(ids, dtype=torch.bool)
@@ -291,6 +302,9 @@ def _write_text(encoder: TextEncoder, folder: Path) -> tuple[dict[str, float], A
         tensors = {f"text_encoder.backbone.{name}": tensor for name, tensor in encoder.backbone.state_dict().items()}
         _load_tensors(net, tensors, table, encoder.name)
     net.save_pretrained(folder)
+    config = copy.deepcopy(net.config)
+    restore_attention_dropout(model, config)
+    config.save_pretrained(folder)
     arguments = _no_pooler(net)
     reloaded = transformers.AutoModel.from_pretrained(folder, **arguments).eval()
     states = reloaded(input_ids=ids, attention_mask=mask.long()).last_hidden_state

@@ -7,7 +7,7 @@ import torch
 
 from medvl.common.folders import new_folder
 from medvl.errors import ConfigError
-from medvl.export.exporters.common import Exported, difference, random_ids, write_card
+from medvl.export.exporters.common import Exported, difference, random_ids, restore_attention_dropout, write_card
 from medvl.export.importers.key_map import KeyRule, to_published
 from medvl.export.importers.language import (
     ALBERT_PAIRS,
@@ -33,6 +33,7 @@ encoder = AutoModel.from_pretrained("FOLDER", add_pooling_layer=False)    # with
 def export_language_model(model: LanguageModel, out: Path | str) -> Exported:
     """Write encoder, heads and tokenizer, load them again and compare the scores with medvl's.
 
+    The dropout of the attention is the architecture's default, also where the model was trained with another.
     A model with a task on pairs becomes a `BertForPreTraining` or `AlbertForPreTraining`, whose word head
     `AutoModelForMaskedLM` loads too.
 
@@ -73,7 +74,9 @@ def _build(model: LanguageModel) -> Any:
         task = "" if model.pair_head is None else " with a task on pairs"
         message = f"transformers has no class for a {config.model_type}{task}; export a system that it starts"
         raise ConfigError(message, "unsupported", field="text_encoder")
-    net: Any = getattr(transformers, name)(type(config).from_dict(config.to_dict()))
+    config = type(config).from_dict(config.to_dict())
+    restore_attention_dropout(model, config)
+    net: Any = getattr(transformers, name)(config)
     renamed, unknown = to_published(model.state_dict(), (*pair_rules, *word_rules, *backbone_rules(config.model_type)))
     assert not unknown, unknown
     table = next(name for name in renamed if name.endswith("word_embeddings.weight"))

@@ -15,7 +15,7 @@ from sklearn.metrics import f1_score
 from medvl.cli import main as cli
 from medvl.cli.eval import text as text_command
 from medvl.data.text_tasks.tasks import TASKS, TextExample
-from medvl.data.tokenizer.tokenizer import Tokenizer, train_wordpiece
+from medvl.data.tokenizer.tokenizer import Tokenizer, load_tokenizer, train_wordpiece
 from medvl.encoders import create_text_encoder
 from medvl.errors import ConfigError, CorpusError, EvaluationError, MedvlError
 from medvl.eval import (
@@ -25,6 +25,7 @@ from medvl.eval import (
     TextTaskOptions,
     blurb_score,
     encoder_by_name,
+    encoder_of_checkpoint,
     evaluate_text_tasks,
     read_results,
 )
@@ -38,6 +39,7 @@ from medvl.eval.text_tasks.encoding import encode_task
 from medvl.eval.text_tasks.evaluate import TaskRun, TextTaskResult, complete_tasks
 from medvl.eval.text_tasks.finetune import finetune, predict
 from medvl.eval.text_tasks.metrics import Summed, entity_spans, mean_over_seeds, summed_metric
+from medvl.models import create_model, save
 from medvl.models.downstream.text_head import TextHead
 
 SIZES = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64}
@@ -170,6 +172,29 @@ def test_a_seed_with_constant_predictions_leaves_the_correlation_undefined(
     options = TextTaskOptions(grid=FinetuneGrid(lrs=(1e-3,), batches=(16,), epochs=(1,)), seeds=2, resamples=5)
     results = evaluate_text_tasks(encoder, write_data(tmp_path), ["biosses"], options).results
     assert np.isnan([results.row(metric, "biosses").value for metric in ("pearson", "pearson_sd")]).all()
+
+
+def test_attention_has_dropout_whatever_the_pretraining_had(
+    vocabulary: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Packed texts are pretrained without; the results have the value."""
+    tokenizer = load_tokenizer(vocabulary)
+    settings: Any = {"text_encoder": "hf:bert", "text_arguments": SIZES, "pairs": "none", "max_tokens": 32}
+    for attention_dropout in (0.0, None):
+        save(
+            create_model("masked_text", tokenizer=tokenizer, attention_dropout=attention_dropout, **settings), tmp_path
+        )
+        encoder = encoder_of_checkpoint(tmp_path)
+        backbone: Any = encoder.make(0).backbone
+        assert backbone.encoder.layer[0].attention.self.dropout.p == encoder.attention_dropout == 0.1
+    given = encoder_by_name("hf:bert", vocabulary, None, {**SIZES, "attention_probs_dropout_prob": 0.3})
+    assert given.attention_dropout == 0.3
+    assert encoder_by_name("hf:distilbert", vocabulary, None, {"n_layers": 1}).attention_dropout is None
+    monkeypatch.setattr(evaluate, "finetune", lambda *arguments, **options: None)
+    monkeypatch.setattr(evaluate, "predict", lambda *arguments, **options: [1.0] * 12)
+    options = TextTaskOptions(grid=FinetuneGrid(lrs=(1e-3,), batches=(16,), epochs=(1,)), seeds=1, resamples=5)
+    results = evaluate_text_tasks(given, write_data(tmp_path / "data"), ["biosses"], options).results
+    assert results.config["attention_dropout"] == 0.3
 
 
 WORDS = ("alpha", "beta", "gamma", "delta", "zinc", "iron", "lead", "gold")
