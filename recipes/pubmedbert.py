@@ -11,8 +11,8 @@ Preset `paper`: BERT-base from scratch with its own vocabulary of 30,522 pieces,
 sentence prediction, 62,500 steps of 8,192 sequences, Adam with a peak rate of 6e-4 after 10 % of linear warm-up. The
 length of 512, the coefficients .9 and .999 and the weight decay of .01 are not in the paper. Differences: bf16
 autocast, attention without dropout (for packed texts; `medvl eval text` and exports have it), and a sequence is one
-block of an abstract, not filled up from the next one. Presets `sub-words`, `adversarial` and `longer` (100,000 steps) are ablations of the paper; its first
-two score below `paper`. `ramp` raises the rate of masking from 5 to 25 %.
+block of an abstract, not filled up from the next one. Presets `sub-words`, `adversarial` and `longer` (100,000 steps)
+are ablations of the paper; its first two score below `paper`. `ramp` raises the rate of masking from 5 to 25 %.
 
 Preset `tiny`: a three-layer BERT of 128 tokens, without pairs. Validation prints `masked/accuracy` beside
 `masked/unigram`, the share that the most frequent token reaches.

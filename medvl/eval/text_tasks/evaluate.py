@@ -178,12 +178,7 @@ def evaluate_text_tasks(
         protocol=PROTOCOL,
         protocol_version=PROTOCOL_VERSION,
         rows=tuple(rows),
-        config={
-            "tasks": list(tasks),
-            **options.described(),
-            "attention_dropout": encoder.attention_dropout,
-            "other": other and other.name,
-        },
+        config={"tasks": list(tasks), **options.described(), **_encoders(encoder, other)},
         inputs={"checkpoint": encoder.sha256, "other": None if other is None else other.sha256},
         details={name: _details(TASKS[name], run, others.get(name)) for name, run in runs.items()},
     )
@@ -236,6 +231,10 @@ def _splits(root: Path | str, task: TextTask, options: TextTaskOptions) -> Split
     if options.train_limit is not None:
         found["train"] = found["train"][: options.train_limit]
     return found
+
+
+def _encoders(encoder: EvaluatedEncoder, other: EvaluatedEncoder | None) -> Mapping[str, Any]:
+    return {"attention_dropout": encoder.attention_dropout, "other": other and other.name}
 
 
 def _run(

@@ -1,5 +1,6 @@
 """Parts that the exporters share: inputs for comparing outputs, the comparison, and the model card."""
 
+import copy
 import dataclasses
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -58,16 +59,24 @@ def random_ids(encoder: TextEncoder, end_id: int | None) -> Tensor:
     return ids_BT
 
 
-def restore_attention_dropout(model: System, config: Any) -> None:
-    """Set the attention's dropout in a configuration of transformers to the architecture's default.
+def save_text_model(model: System, net: Any, folder: Path) -> None:
+    """Write a text model of transformers, with the attention dropout of its architecture.
 
-    A model with `config.attention_dropout` was trained with another, such as 0 for packed texts; whoever fine-tunes the
-    export does not pack.
+    A medvl model with `config.attention_dropout` was trained with another, such as 0 for packed texts; whoever
+    fine-tunes the export does not pack.
+
+    Args:
+        model: the medvl model.
+        net: its text encoder as a model of transformers.
+        folder: output folder.
     """
+    net.save_pretrained(folder)
     if getattr(model.config, "attention_dropout", None) is not None:
+        config = copy.deepcopy(net.config)
         given = {**text_encoder_fields(model.config.text_encoder), **model.config.text_arguments}
         default = type(config)().attention_probs_dropout_prob
         config.attention_probs_dropout_prob = given.get("attention_probs_dropout_prob", default)
+        config.save_pretrained(folder)
 
 
 def difference(name: str, actual: Tensor, expected: Tensor) -> float:

@@ -6,7 +6,6 @@ transformers that computes the same, else timm's models as `TimmWrapperModel`, e
 parts, such as fusion-encoders, are left out, and the card lists them.
 """
 
-import copy
 import dataclasses
 import shutil
 from collections.abc import Callable, Mapping, Sequence
@@ -29,7 +28,7 @@ from medvl.export.exporters.common import (
     random_ids,
     random_pixels,
     require_encoders,
-    restore_attention_dropout,
+    save_text_model,
     write_card,
 )
 from medvl.export.exporters.language import export_language_model
@@ -285,7 +284,6 @@ def _clip_vision(encoder: ImageEncoder) -> tuple[Any, Sequence[KeyRule]]:
 
 
 def _write_text(model: Any, folder: Path) -> tuple[dict[str, float], Arguments]:
-    """Write the text encoder; return its differences and loading arguments."""
     import transformers
 
     encoder: TextEncoder = model.text_encoder
@@ -301,10 +299,7 @@ def _write_text(model: Any, folder: Path) -> tuple[dict[str, float], Arguments]:
         table = backbones.hugging_face_clip_text("text_model." if hasattr(net, "text_model") else "")
         tensors = {f"text_encoder.backbone.{name}": tensor for name, tensor in encoder.backbone.state_dict().items()}
         _load_tensors(net, tensors, table, encoder.name)
-    net.save_pretrained(folder)
-    config = copy.deepcopy(net.config)
-    restore_attention_dropout(model, config)
-    config.save_pretrained(folder)
+    save_text_model(model, net, folder)
     arguments = _no_pooler(net)
     reloaded = transformers.AutoModel.from_pretrained(folder, **arguments).eval()
     states = reloaded(input_ids=ids, attention_mask=mask.long()).last_hidden_state

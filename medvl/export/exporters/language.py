@@ -7,7 +7,7 @@ import torch
 
 from medvl.common.folders import new_folder
 from medvl.errors import ConfigError
-from medvl.export.exporters.common import Exported, difference, random_ids, restore_attention_dropout, write_card
+from medvl.export.exporters.common import Exported, difference, random_ids, save_text_model, write_card
 from medvl.export.importers.key_map import KeyRule, to_published
 from medvl.export.importers.language import (
     ALBERT_PAIRS,
@@ -46,7 +46,7 @@ def export_language_model(model: LanguageModel, out: Path | str) -> Exported:
     model.eval()
     net: Any = _build(model)
     with new_folder(Path(out)) as folder, torch.no_grad():
-        net.save_pretrained(folder)
+        save_text_model(model, net, folder)
         if model.tokenizer is not None:
             model.tokenizer.save(folder, token_types=getattr(net.config, "type_vocab_size", 1) > 1)
         ids = random_ids(model.text_encoder, None)
@@ -74,9 +74,7 @@ def _build(model: LanguageModel) -> Any:
         task = "" if model.pair_head is None else " with a task on pairs"
         message = f"transformers has no class for a {config.model_type}{task}; export a system that it starts"
         raise ConfigError(message, "unsupported", field="text_encoder")
-    config = type(config).from_dict(config.to_dict())
-    restore_attention_dropout(model, config)
-    net: Any = getattr(transformers, name)(config)
+    net: Any = getattr(transformers, name)(type(config).from_dict(config.to_dict()))
     renamed, unknown = to_published(model.state_dict(), (*pair_rules, *word_rules, *backbone_rules(config.model_type)))
     assert not unknown, unknown
     table = next(name for name in renamed if name.endswith("word_embeddings.weight"))
