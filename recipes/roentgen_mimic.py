@@ -15,7 +15,9 @@ does not mention caption dropout; this preset drops 10 % of the texts (`medvl.mo
 `--model.caption-dropout 0` does not. Its other variants:
     unet-only        CLIP frozen
     domain-text      RadBERT, frozen, with its own mask
-    from-scratch     U-Net and text encoder from random weights, with the autoencoder of autoencoder_cxr.py
+    from-scratch     U-Net from random weights; autoencoder and CLIP of Stable Diffusion, CLIP trained as in `paper`
+An autoencoder of your own (`--autoencoder runs/autoencoder-cxr/best`) brings its own scale of the latents, which is
+measured on training images. Start its U-Net anew: `from-scratch --autoencoder ...`.
 
 Preset `tiny`: v-prediction with 4.4 million parameters on the phantom's frontal views at 64 pixels, with the frozen
 text encoder of the quickstart's ConVIRT. Latents and text states are computed once. Images of 256 test impressions have
@@ -59,10 +61,10 @@ paper = GenerationRecipe(
 )
 
 
-def variant(name: str, model: LatentDiffusionConfig, init_from: Path | None = paper.init_from) -> GenerationRecipe:
+def variant(name: str, model: LatentDiffusionConfig) -> GenerationRecipe:
     """Return `paper` with another model, in a run folder of its own."""
     train = dataclasses.replace(paper.train, run_dir=Path(f"runs/roentgen-{name}"))
-    return dataclasses.replace(paper, model=model, init_from=init_from, train=train)
+    return dataclasses.replace(paper, model=model, train=train)
 
 
 unet_only = variant("unet-only", dataclasses.replace(paper.model, train_text=False))
@@ -73,9 +75,7 @@ domain_text = dataclasses.replace(
     ),
     pretrained=True,
 )
-from_scratch = dataclasses.replace(
-    variant("from-scratch", paper.model, None), autoencoder=Path("checkpoints/sd-1-4-vae")
-)
+from_scratch = dataclasses.replace(variant("from-scratch", paper.model), random_unet=True)
 tiny = GenerationRecipe(
     model=LatentDiffusionConfig(
         image_size=64,

@@ -134,3 +134,11 @@ def test_gloria_draws_sentences_of_two_words_and_not_of_one() -> None:
     rng = np.random.default_rng(0)
     drawn = {text({"impression": "Normal. No pneumothorax. The lungs are clear."}, rng) for _ in range(40)}
     assert drawn == {"No pneumothorax.", "The lungs are clear."}
+
+
+def test_roentgen_from_scratch_draws_the_unet_alone() -> None:
+    """From the checkpoint that `medvl import stable_diffusion` writes."""
+    names = runpy.run_path(str(RECIPES[0].with_name("roentgen_mimic.py")))
+    paper, scratch = names["PRESETS"]["paper"], names["PRESETS"]["from-scratch"]
+    assert scratch == dataclasses.replace(paper, random_unet=True, train=scratch.train)
+    assert scratch.train == dataclasses.replace(paper.train, run_dir=scratch.train.run_dir)

@@ -35,6 +35,8 @@ class GenerationRecipe:
     """Settings of the system; those of its own type are options of the command line."""
     init_from: Path | None = None
     """Checkpoint of a latent diffusion model to start from, such as an imported Stable Diffusion."""
+    random_unet: bool = False
+    """Draw the U-Net at random; `init_from` then gives the autoencoder and the text encoder."""
     autoencoder: Path | None = None
     """Checkpoint of the system `autoencoder`, in place of the autoencoder of `init_from`."""
     text_from: Path | None = None
@@ -87,6 +89,7 @@ def generation_run(name: str, make_data: str, phantom: str = "") -> "Callable[[G
             model = create_latent_diffusion(
                 recipe.model,
                 start=recipe.init_from,
+                random_unet=recipe.random_unet,
                 autoencoder=recipe.autoencoder,
                 text=recipe.text_from,
                 tokenizer=recipe.data.tokenizer,

@@ -19,6 +19,7 @@ def create_latent_diffusion(
     config: LatentDiffusionConfig,
     *,
     start: Path | str | None = None,
+    random_unet: bool = False,
     autoencoder: Path | str | None = None,
     text: Path | str | None = None,
     tokenizer: Tokenizer | Path | str | None = None,
@@ -30,7 +31,11 @@ def create_latent_diffusion(
         config: settings. With `autoencoder`, the sizes and the images' size must be that checkpoint's.
         start: checkpoint of a latent diffusion model, such as an imported Stable Diffusion: its U-Net and autoencoder,
             and its text encoder too where `config` names the same one and neither `text` nor `pretrained` is given.
-        autoencoder: checkpoint of the system `autoencoder`, in place of `start`'s.
+            With its autoencoder comes the scale of the latents.
+        random_unet: draw the U-Net, with the layer that maps text states to its width, at random; `start` then gives
+            the other parts.
+        autoencoder: checkpoint of the system `autoencoder`, in place of `start`'s. The scale of its latents is
+            `config.latent_scale`; None: `measure_scale` sets it before the training.
         text: checkpoint of any system with a text encoder of the same sizes, with its tokenizer.
         tokenizer: the tokenizer or its folder. Default: that of `text`, of `start`, else the text encoder's own.
         pretrained: start the text encoder from its preset's published weights.
@@ -51,8 +56,13 @@ def create_latent_diffusion(
         _check_autoencoder(config, autoencoder)
     model: Any = create_model(config, pretrained=pretrained, tokenizer=tokenizer)
     if start is not None:
-        parts = ["unet"] if autoencoder is not None else ["unet", "autoencoder"]
-        load_parts(model, start, [*parts, *(("text_encoder", "text_projection") if keeps_text else ())])
+        kept = {
+            "autoencoder": autoencoder is None,
+            "unet": not random_unet,
+            "text_encoder": keeps_text,
+            "text_projection": keeps_text and not random_unet,
+        }
+        load_parts(model, start, [part for part, is_kept in kept.items() if is_kept])
         if autoencoder is None:
             with safetensors.safe_open(find_checkpoint(start) / WEIGHTS, framework="pt") as weights:
                 model.latent_scale.copy_(weights.get_tensor("latent_scale"))

@@ -38,7 +38,8 @@ class LatentDiffusionConfig(SystemConfig):
     autoencoder: AutoencoderSizes = dataclasses.field(default_factory=AutoencoderSizes)
     unet: UNetSizes = dataclasses.field(default_factory=UNetSizes)
     latent_scale: float | None = None
-    """Factor that gives the latents a variance near 1; None measures it on the training images."""
+    """Factor that gives the latents a variance near 1; None takes that of the checkpoint that the autoencoder and the
+    U-Net come from, or else measures it on the training images."""
     text_encoder: str = "pubmedbert"
     text_arguments: EncoderArguments = dataclasses.field(default_factory=dict)
     text_weights: str | None = None

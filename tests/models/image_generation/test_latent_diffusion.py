@@ -13,7 +13,7 @@ import medvl
 from medvl.data.loading.latents import LatentBatch
 from medvl.data.tokenizer.tokenizer import Tokenizer
 from medvl.errors import CheckpointError, ConfigError
-from medvl.models import Sampling, UNetSizes, create_latent_diffusion, sample_images, save
+from medvl.models import RoentGenConfig, Sampling, UNetSizes, create_latent_diffusion, sample_images, save
 from medvl.models.image_generation.parts import NoiseSchedule, require_diffusers, to_grey, to_signal
 from medvl.train import OptimConfig
 from medvl.train.optim.optimizer import build_optimizer
@@ -272,6 +272,40 @@ def test_a_model_is_made_of_the_checkpoints_of_its_parts(words: Tokenizer, tmp_p
     assert all(same(getattr(more, part), getattr(whole, part)) for part in ("unet", "autoencoder", "text_encoder"))
     assert same(more.ema_unet, whole.unet)
     assert more.latent_scale.item() == pytest.approx(0.3)
+
+
+def test_the_unet_alone_may_be_random(words: Tokenizer, tmp_path: Path) -> None:
+    """It may have other sizes, and a layer between it and the text states."""
+    whole = tiny_generator(words, latent_scale=0.3)
+    save(whole, tmp_path)
+    config = dataclasses.replace(DIFFUSION, latent_scale=None, ema_decay=0.9)
+    made = create_latent_diffusion(config, start=tmp_path, random_unet=True)
+    assert same(made.autoencoder, whole.autoencoder)
+    assert same(made.text_encoder, whole.text_encoder)
+    assert not same(made.unet, whole.unet)
+    assert same(made.ema_unet, made.unet)
+    assert made.latent_scale.item() == pytest.approx(0.3)
+    wider = dataclasses.replace(config, unet=dataclasses.replace(DIFFUSION.unet, text_width=16))
+    made = create_latent_diffusion(wider, start=tmp_path, random_unet=True)
+    assert same(made.text_encoder, whole.text_encoder)
+    assert made.text_projection.out_features == 16
+
+
+def test_another_autoencoder_brings_its_own_scale(words: Tokenizer, tmp_path: Path) -> None:
+    """Stable Diffusion's is that of its checkpoint alone."""
+    sizes = {field.name: getattr(DIFFUSION, field.name) for field in dataclasses.fields(DIFFUSION)}
+    config = RoentGenConfig(**{name: value for name, value in sizes.items() if name != "latent_scale"})
+    for name, each in (
+        ("sd", tiny_generator(words, config, latent_scale=0.18)),
+        ("auto", medvl.create_model(AUTOENCODER)),
+    ):
+        (tmp_path / name).mkdir()
+        save(each, tmp_path / name)
+    made = create_latent_diffusion(config, start=tmp_path / "sd")
+    assert made.latent_scale.item() == pytest.approx(0.18)
+    made = create_latent_diffusion(config, start=tmp_path / "sd", autoencoder=tmp_path / "auto")
+    made.measure_scale(torch.cat([2 * torch.randn(500, 4, 2, 2), torch.full((500, 4, 2, 2), -30.0)], dim=1))
+    assert made.latent_scale.item() == pytest.approx(0.5, rel=0.05)
 
 
 def same(one: torch.nn.Module, other: torch.nn.Module) -> bool:
