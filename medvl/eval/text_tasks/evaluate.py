@@ -140,7 +140,7 @@ def evaluate_text_tasks(
         encoder: fine-tuned on each task.
         root: folder with the data, see `medvl.data.text_tasks.read`.
         tasks: names from `medvl.data.text_tasks.tasks.TASKS`.
-        options: settings; default: the paper's grid and numbers of seeds.
+        options: settings; default: the paper's rates, batch sizes and numbers of seeds, and 20 epochs.
         other: a second encoder with the same settings and seeds, for rows of differences, such as the same encoder with
             random weights.
         device: where to train.
