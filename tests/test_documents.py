@@ -4,6 +4,7 @@ Texts are the Markdown files, and the docstrings at the top of recipes and scrip
 """
 
 import ast
+import inspect
 import itertools
 import re
 import runpy
@@ -143,6 +144,19 @@ def test_commands_are_found_in_every_kind_of_text() -> None:
 def test_medvl_commands_exist(target: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
     names = (*target, GROUPS[target[0]]) if len(target) == 1 and target[0] in GROUPS else target
     assert OF_MEDVL[target] <= explained(capsys, lambda: cli.main([*names, "--help"]))
+
+
+def test_options_of_slurm_are_one_value(capsys: pytest.CaptureFixture[str]) -> None:
+    """They begin with dashes. Commands that are parsed end at the file that is missing, with status 1."""
+    named = re.findall(r'--sbatch\S*"[^"]*"', inspect.getdoc(cli.commands()["benchmark"]) or "")
+    found = [words[1:] for words in COMMANDS if words[:2] == ["medvl", "benchmark"] and "slurm" in words]
+    assert named
+    assert found
+    for words in [*found, *(["benchmark", "mine.toml", *shlex.split(option)] for option in named)]:
+        with pytest.raises(SystemExit) as ended:
+            cli.main(words)
+        assert ended.value.code == 1, words
+        assert "mine.toml" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("target", OF_RECIPES, ids=" ".join)

@@ -68,7 +68,7 @@ def benchmark(
         engine: processes of this machine, a cluster of Ray, or scripts for SLURM.
         jobs: processes of this machine at a time; 0 executes all runs in this process.
         gpus: GPUs of this machine; each runs one process. With ray, the first is the number of GPUs of a run.
-        sbatch: options of the job arrays, such as "--gpus=1 --time=08:00:00".
+        sbatch: options of the job arrays, joined by =, such as --sbatch="--gpus=1 --time=08:00:00".
         retry_failed: repeat the runs and evaluations that failed.
     """
     from medvl.benchmark.config import read_benchmark
