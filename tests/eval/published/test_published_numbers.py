@@ -1,5 +1,6 @@
-"""Published numbers: every recipe has some or a reason, and the page is that of the file."""
+"""Published numbers: every recipe has some or a reason, their commands give them, and the page is that of the file."""
 
+import csv
 import functools
 import math
 import re
@@ -14,19 +15,61 @@ from helpers.script_modules import load_script
 
 from medvl.cli import main as cli
 from medvl.cli.eval import commands as evaluation
-from medvl.data.corpora.labels import nih_cxr14
+from medvl.cli.shards import commands as conversion
+from medvl.data import Manifest
+from medvl.data.corpora.boxes_and_masks import lvit_layout, rsna
+from medvl.data.corpora.figures import roco
+from medvl.data.corpora.labels import chexpert, nih_cxr14
+from medvl.data.corpora.reports import mimic_cxr, openi
+from medvl.data.splits import DEFAULT_FRACTIONS
 from medvl.errors import EvaluationError
 from medvl.eval import load_prompts, published_numbers
 from medvl.eval.published.numbers import published_markdown, without_numbers
 from medvl.eval.zero_shot_classification.prompts import COMPETING
 from medvl.eval.zero_shot_classification.scores import _text_functions
 from medvl.models.registry import system as system_of
-from medvl.schema import COMPETITION_FINDINGS
+from medvl.phantom import write_chexpert
+from medvl.schema import COMPETITION_FINDINGS, FINDINGS
 from medvl.train.recipe_cli import choose
 from medvl.train.recipe_files import find_recipe
 
 ROOT = Path(__file__).parents[3]
 RECIPES = {path.stem for path in (ROOT / "recipes").glob("*.py")}
+THREE = tuple(DEFAULT_FRACTIONS)
+SPLITS: Mapping[str, tuple[str, ...]] = {
+    **dict.fromkeys(("nih-cxr14", "covidx", "rsna", "siim", "object-cxr", "chestxdet10", "padchest", "openi"), THREE),
+    **dict.fromkeys(("slake", "vqa-med", "path-vqa", "iu-xray", "r2gen-mimic"), THREE),
+    **dict.fromkeys(("chexpert-5x200", "mimic-5x200"), THREE),
+    "mimic-cxr-ap": mimic_cxr.SPLITS,
+    "chexpert": chexpert.SPLITS,
+    "chexpert-split": ("train", "validate"),
+    "qata": lvit_layout.SPLITS,
+    "roco": roco.SPLITS,
+    "ms-cxr": ("test",),
+    "vqa-rad": ("mixed",),
+}
+"""Folder of shards -> the splits that its converter writes."""
+LABELS: Mapping[str, tuple[str, ...]] = {
+    "chexpert": FINDINGS,
+    "nih-cxr14": nih_cxr14.LABELS,
+    "openi": openi.LABELS,
+    "rsna": rsna.LABELS,
+}
+"""Shards with a label No Finding -> all their labels; those of PadChest, which are hundreds, are left to a note."""
+METRICS = {
+    "zero-shot": r"AUROC|F1|accuracy",
+    "zero-shot-masks": "Dice",
+    "probe": "AUROC",
+    "classify": "AUROC",
+    "detection": "mAP",
+    "segmentation": "Dice|IoU",
+    "grounding": "contrast-to-noise ratio|mIoU|pointing game",
+    "retrieval": "recall@1",
+    "vqa": "accuracy",
+    "report-generation": "BLEU-4|METEOR|ROUGE-L",
+    "text": r"(entity|macro word|micro) F1|Pearson correlation|accuracy|BLURB score",
+}
+"""Evaluator -> beginning of the metrics that it gives."""
 
 
 def test_every_recipe_has_numbers_or_a_reason() -> None:
@@ -70,12 +113,13 @@ def presets(recipe: str) -> Mapping[str, Any]:
 
 def test_every_command_is_one_of_the_parser(monkeypatch: pytest.MonkeyPatch) -> None:
     parsed: list[str] = []
-    for name, function in evaluation.COMMANDS.items():
+    for table in (evaluation.COMMANDS, conversion.COMMANDS):
+        for name, function in table.items():
 
-        def stub(*given: Any, _name: str = name, **options: Any) -> None:
-            parsed.append(_name)
+            def stub(*given: Any, _name: str = name, **options: Any) -> None:
+                parsed.append(_name)
 
-        monkeypatch.setitem(evaluation.COMMANDS, name, functools.wraps(function)(stub))
+            monkeypatch.setitem(table, name, functools.wraps(function)(stub))
     for _, (program, command, name, *arguments) in steps():
         assert program == "medvl"
         if command == "train":
@@ -111,12 +155,126 @@ def test_commands_give_the_metric_of_their_row() -> None:
                 assert sorted([*chosen, "No Finding"]) == sorted(nih_cxr14.LABELS)
         if "vqa" in arguments:
             (data,) = {path.split("/")[1] for path in arguments if path.startswith("shards/")}
-            assert f"runs/{data}/best" in arguments, "questions are answered by a model fine-tuned on them"
+            checkpoint = arguments[len(arguments) - arguments[::-1].index("--checkpoint")]
+            assert checkpoint.endswith(f"-{data}/best"), "questions are answered by a model fine-tuned on them"
         share = re.search(r", (1|10) %", one.metric)
         if share is not None and "train" in arguments:
             assert arguments[arguments.index("--data.fraction") + 1] == f"{int(share[1]) / 100:g}", one
     stale = [one for one in published_numbers() if "--prompts statements" in one.command and "prompt file" in one.note]
     assert not stale, "statements has a sentence of every label"
+
+
+def values_of(option: str, arguments: list[str]) -> tuple[str, ...]:
+    """Return the values after an option, up to the next one; none where the option is not given."""
+    if option not in arguments:
+        return ()
+    values = arguments[arguments.index(option) + 1 :]
+    return tuple(values[: next((place for place, text in enumerate(values) if text.startswith("--")), len(values))])
+
+
+def test_commands_read_splits_that_converters_write() -> None:
+    for recipe, arguments in steps():
+        for path in arguments:
+            if path.startswith("shards/") and arguments[1] != "shards":
+                _, name, split = path.split("/")
+                assert split in SPLITS[name], f"{recipe}: no converter writes {path}"
+    for one in published_numbers():
+        if "200 validation patients" in one.split:
+            assert "shards/chexpert/valid" in one.command.split(" && ")[-1], one
+            assert "--out shards/chexpert-split" in one.command, "validation patients are split off the training table"
+
+
+def test_trainings_of_other_settings_have_other_run_folders() -> None:
+    """The evaluation of a row reads the folder of its own training."""
+    trained: dict[Path, str] = {}
+    for one in published_numbers():
+        *_, evaluated = commands = one.command.split(" && ")
+        for command in commands:
+            _, kind, recipe, *arguments = shlex.split(command)
+            if kind == "train":
+                folder = choose(presets(recipe), arguments).train.run_dir
+                assert trained.setdefault(folder, command) == command, folder
+                assert values_of("--checkpoint", shlex.split(evaluated)) == (f"{folder}/best",), one
+
+
+def test_classifiers_learn_the_labels_of_their_data_at_the_size_of_the_encoder() -> None:
+    nih = tuple(name for name in nih_cxr14.LABELS if name != "No Finding")
+    labels = {"chexpert-split": COMPETITION_FINDINGS, "nih-cxr14": nih, "rsna": ("Pneumonia",)}
+    for recipe, arguments in steps():
+        if arguments[1:3] == ["train", "linear_probe"]:
+            settings = choose(presets("linear_probe"), arguments[3:])
+            assert sorted(settings.data.labels) == sorted(labels[settings.data.train.parts[1]]), arguments
+            start = settings.init_from.parent
+            (model,) = [preset.model for preset in presets(recipe).values() if preset.train.run_dir == start]
+            image = settings.data.image
+            assert (image.size, image.pad) == (model.image_size, model.fit == "pad"), arguments
+
+
+def test_evaluators_give_the_metrics_or_the_note_says_which() -> None:
+    for one in published_numbers():
+        evaluator = shlex.split(one.command.split(" && ")[-1])[2]
+        given = re.match(METRICS[evaluator], one.metric) is not None
+        assert given != one.note.startswith("the command gives "), one
+
+
+def test_means_leave_no_finding_out() -> None:
+    for one in published_numbers():
+        arguments = shlex.split(one.command.split(" && ")[-1])
+        data = next((path.split("/")[1] for path in arguments if path.startswith("shards/")), "")
+        if arguments[2] == "zero-shot" and data in LABELS:
+            chosen = values_of("--labels", arguments)
+            assert chosen, one
+            assert "No Finding" not in chosen, one
+            load_prompts(values_of("--prompts", arguments)[0]).for_labels(LABELS[data], chosen)
+        elif arguments[2] == "zero-shot" and data == "padchest":
+            assert "leave No Finding" in one.note, one
+        elif arguments[2] == "probe" and data == "rsna":
+            assert "row Pneumonia" in one.note, one
+        elif arguments[2] == "classify" and data == "openi":
+            assert "row macro counts No Finding" in one.note, one
+
+
+def test_options_that_the_data_need() -> None:
+    for recipe, arguments in steps():
+        if "shards/openi/test" in arguments and arguments[2] in ("zero-shot", "classify"):
+            assert values_of("--missing", arguments) == ("ignore",), "reports without MeSH terms have no labels"
+        if recipe == "r2gen_iu":
+            assert values_of("--sections", arguments) == ("findings",), "R2Gen writes findings"
+
+
+def test_records_of_mrm_are_fine_tuned() -> None:
+    numbers = published_numbers("mrm_mimic")
+    assert all("fine-tuned" in one.metric for one in numbers)
+    of_table = [one for one in numbers if one.source.startswith("G2D")]
+    assert {one.value for one in of_table} == {88.5, 88.7, 91.3, 92.7, 93.3}
+    assert all("linear classification" in one.note for one in of_table)
+
+
+def test_validation_patients_are_split_off_the_training_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The step of the commands is that of the data card; here on the phantom, with a larger share of fewer patients."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("MEDVL_SALT_FILE", str(tmp_path / "salt"))
+    release = write_chexpert(tmp_path, patients=60, size=32, workers=1)
+    with (release / "train.csv").open(encoding="utf-8") as file:
+        rows = [{**row, "Patient": row["Path"].split("/")[2]} for row in csv.DictReader(file)]
+    with Path("chexpert_train.csv").open("w", encoding="utf-8", newline="") as file:
+        writer = csv.DictWriter(file, [*rows[0]])
+        writer.writeheader()
+        writer.writerows(rows)
+    (step,) = {tuple(words) for _, words in steps() if words[1] == "shards"}
+    card = (ROOT / "data_cards/chexpert.md").read_text(encoding="utf-8").replace("\\\n", " ")
+    assert list(step) in [shlex.split(line) for line in re.findall(r"^    (medvl .*)", card, re.MULTILINE)]
+    shares = {"train=0.9775": "train=0.7", "validate=0.0225": "validate=0.3"}
+    cli.main([*(shares.get(word, word) for word in step[1:]), "--workers", "1", "--new-salt"])
+    cli.main(
+        ["shards", "chexpert", "--root", str(release), "--frontal-only", "--out", "shards/chexpert", "--workers", "1"]
+    )
+    train, validate = (Manifest.read(Path("shards/chexpert-split") / split) for split in SPLITS["chexpert-split"])
+    official = Manifest.read(Path("shards/chexpert/train"))
+    assert train.label_names == COMPETITION_FINDINGS
+    assert train.samples + validate.samples == official.samples
+    assert set(train.patients) | set(validate.patients) == set(official.patients)
+    assert not set(train.patients) & set(validate.patients)
 
 
 def test_the_page_has_the_numbers_of_the_file() -> None:
