@@ -56,6 +56,17 @@ class Encoder(nn.Module):
         self.requires_grad_(False)
         self.keep_frozen_in_eval(True)
 
+    def unfreeze(self) -> None:
+        """Train all parameters, and let every module follow `train()`."""
+        self.requires_grad_(True)
+        self.keep_frozen_in_eval(False)
+
+    @property
+    def is_frozen(self) -> bool:
+        """Whether the encoder has parameters and none of them is trained."""
+        parameters = list(self.parameters())
+        return bool(parameters) and not any(parameter.requires_grad for parameter in parameters)
+
     def meta_state(self) -> dict[str, Tensor]:
         """Return all parameters and buffers on the meta device, those of a module with several names under one.
 

@@ -155,6 +155,18 @@ def test_a_frozen_encoder_trains_nothing_and_keeps_its_statistics() -> None:
     assert not any(parameter.requires_grad for parameter in encoder.parameters())
 
 
+def test_an_unfrozen_encoder_trains_everything() -> None:
+    encoder = resnet()
+    assert not encoder.is_frozen
+    freeze_layers(encoder, "all")
+    assert encoder.is_frozen
+    encoder.unfreeze()
+    encoder.train()
+    assert not encoder.is_frozen
+    assert all(parameter.requires_grad for parameter in encoder.parameters())
+    assert all(module.training for module in encoder.modules())
+
+
 def test_medvill_freezes_stem_and_first_stage() -> None:
     encoder = resnet()
     freeze_layers(encoder, 1)

@@ -2,7 +2,8 @@
 
 Protocol "linear_probe", version 1:
 
-* Features are the pooled vectors of the frozen encoder in eval mode, with its inference transform.
+* Features are the pooled vectors of the frozen encoder in eval mode, with its inference transform. `details["note"]`
+  says where the system trained layers above a frozen encoder only, which are not part of the features.
 * They are standardised by mean and standard deviation over all training images.
 * One logistic regression per label, solved by L-BFGS until every entry of the gradient is at most 1e-4. The penalty is
   the one of a fixed list with the best mean AUROC on all validation images.
@@ -139,6 +140,7 @@ def linear_probe(
     main = next(run for run in runs if run.fraction == max(fractions))
     images, on_valid = _with_scores(main, data, scored)
     thresholds = scoring.choose_thresholds(on_valid, images, threshold_rule)
+    noted = {"note": train.note} if train.note else {}
     groups = scoring.ranking_groups(images) + scoring.decision_groups(images, thresholds, probabilities=True)
     results = scoring.evaluate_scores(
         images,
@@ -147,7 +149,7 @@ def linear_probe(
         protocol=(PROTOCOL, PROTOCOL_VERSION),
         config=config,
         inputs={**_fingerprints(train, valid, test), **(inputs or {})},
-        details={"runs": [run.details for run in runs], "feature_dim": train.x_ND.shape[1]},
+        details={"runs": [run.details for run in runs], "feature_dim": train.x_ND.shape[1], **noted},
     )
     return ProbeResult(results=results, images=images, thresholds=thresholds, fractions=tuple(sorted(fractions)))
 

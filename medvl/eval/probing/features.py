@@ -31,7 +31,7 @@ from medvl.eval.core.full_pass import FullPass, column, samples_by_key
 from medvl.eval.core.interfaces import Loader, Source
 from medvl.eval.core.metrics import Array
 from medvl.models.base import System
-from medvl.models.downstream.classifier import image_encoder_of
+from medvl.models.downstream.classifier import FROZEN_NOTE, image_encoder_of
 from medvl.models.eval_mode import evaluating
 from medvl.schema import Batch, Sample
 
@@ -43,10 +43,14 @@ class ProbedEncoder:
     name: str
     module: ImageEncoder
     transform: EvalTransform
+    note: str = ""
+    """What its features do not contain, for results and pages."""
 
     @classmethod
     def from_model(cls, model: System, *, name: str, random: bool = False, seed: int = 0) -> "ProbedEncoder":
         """Return the image encoder of a system; `random` reinitialises its weights, as a baseline.
+
+        The encoder of a system that trains layers above a frozen one only (RadZero, UMRL) has a `note` that says so.
 
         Raises ConfigError if the system has no image encoder that reads pixels.
         """
@@ -55,7 +59,8 @@ class ProbedEncoder:
                 model = type(model).build(model.config, pretrained=False, tokenizer=model.tokenizer).to(model.device)
             name = f"{name}, random weights"
         module = image_encoder_of(model)
-        return cls(name=name, module=module, transform=model.transform)
+        note = FROZEN_NOTE if module.is_frozen and not random else ""
+        return cls(name=name, module=module, transform=model.transform, note=note)
 
     @classmethod
     def from_name(
@@ -93,6 +98,8 @@ class FeatureTable:
     unreadable: Mapping[str, int]
     fingerprint: str | None
     """Fingerprint of the source."""
+    note: str = ""
+    """That of the `ProbedEncoder`."""
 
     @property
     def patients(self) -> list[str]:
@@ -134,6 +141,7 @@ def encode_features(encoder: ProbedEncoder, loader: Loader, *, cache: Path | Non
         positions=tuple(position_N.tolist()),
         unreadable=unreadable,
         fingerprint=source.fingerprint,
+        note=encoder.note,
     )
 
 

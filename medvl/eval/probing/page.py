@@ -42,6 +42,7 @@ def _probe_facts(result: ProbeResult) -> list[tuple[str, str]]:
         ("Probe", f"logistic regression on {details['feature_dim']:,} standardised features"),
         ("Penalty", f"selected from {penalties} on validation images"),
         ("Runs", f"{len(details['runs'])}: {runs}"),
+        *([("Encoder", details["note"])] if "note" in details else []),
     ]
 
 

@@ -2,6 +2,7 @@
 
 import abc
 import dataclasses
+import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
@@ -19,6 +20,10 @@ from medvl.models.base import EncoderArguments, ImageConfig, System, mean_count
 from medvl.models.checkpoint import load
 from medvl.models.registry import register_system
 from medvl.schema import Batch, Losses
+
+_log = logging.getLogger(__name__)
+FROZEN_NOTE = "its training left the image encoder frozen: what was trained above the encoder is not part of it"
+"""Note on the image encoder of a system such as RadZero or UMRL, whose trained layers lie above it."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -68,7 +73,7 @@ class Classifier(LabelModel):
     """Logits of labels from the encoder's pooled vector. The loss ignores labels of -1 or NaN.
 
     With `config.frozen_encoder` the encoder is not trained and stays in eval mode: batch-norm statistics are fixed and
-    dropout is off.
+    dropout is off. Without it all of the encoder is trained, also what its system's pretraining froze.
     """
 
     Config = ClassifierConfig
@@ -82,6 +87,8 @@ class Classifier(LabelModel):
         nn.init.zeros_(self.label_head.bias)
         if config.frozen_encoder:
             image_encoder.freeze()
+        else:
+            image_encoder.unfreeze()
 
     @classmethod
     def build(cls, config: ClassifierConfig, *, pretrained: bool, tokenizer: Tokenizer | None) -> Self:
@@ -186,7 +193,10 @@ def encoder_at(
             message = f"{start} is a checkpoint: it has its own weights and arguments, give none"
             raise ConfigError(message, "conflict", field="image_weights" if weights is not None else "image_arguments")
         model = load(start)
-        return image_encoder_of(model), model.transform
+        encoder = image_encoder_of(model)
+        if encoder.is_frozen:
+            _log.warning("%s: %s", start, FROZEN_NOTE)
+        return encoder, model.transform
     named: dict[str, Any] = dict(arguments or {})
     encoder = create_image_encoder(str(start), pretrained=weights or True, **named)
     return encoder, EvalTransform(size=encoder.image_size[0])

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from helpers.contrastive_systems import radzero
 from helpers.errors import raises
 from helpers.eval_fakes import make_source
 from helpers.mimic_files import textured
@@ -254,6 +255,24 @@ def test_probe_page_shows_every_fraction(sets, tmp_path):
     page = write_probe_page(result, tmp_path / "index.html", PageHeader(model="random", data="noise")).read_text()
     for text in ("AUROC, 10%", "AUROC, 100%", "SD over runs", "Gaps between subgroups", "Calibration and decisions"):
         assert text in page
+
+
+def test_a_probe_of_a_frozen_encoder_says_what_it_does_not_measure(sets, source, tmp_path):
+    """RadZero's and UMRL's trained layers lie above the encoder, which stays as published."""
+    probed, trained = (
+        ProbedEncoder.from_model(radzero(frozen_image=frozen), name="radzero") for frozen in (True, False)
+    )
+    table = encode_features(probed, loader_of(probed, source))
+    assert "above the encoder" in table.note
+    assert not encode_features(trained, loader_of(trained, source)).note
+    assert not ProbedEncoder.from_model(radzero(frozen_image=True), name="", random=True).note
+    train, valid, test = sets
+    noted = dataclasses.replace(train, note=table.note)
+    result = linear_probe(noted, valid, test, fractions=(1.0,), resamples=0)
+    assert result.results.details["note"] == table.note
+    assert "note" not in linear_probe(train, valid, test, fractions=(1.0,), resamples=0).results.details
+    header = PageHeader(model="radzero", data="noise")
+    assert table.note in write_probe_page(result, tmp_path / "index.html", header).read_text()
 
 
 # Features
