@@ -52,9 +52,9 @@ class Recipe:
     decoder: Literal["conv", "linear"] = "conv"
     """Decoder of the segmenter: convolutions, or one 1x1 layer."""
     width: int = 128
-    """Channels of the decoder."""
+    """Channels of the decoder `conv`."""
     doublings: int = 2
-    """How often the decoder doubles the encoder's grid."""
+    """How often the decoder `conv` doubles the encoder's grid."""
     frozen_encoder: bool = True
     """Train the decoder only."""
     head_lr_mult: float = 1.0
@@ -89,7 +89,7 @@ segmentation = dataclasses.replace(
     ),
 )
 _linear = dataclasses.replace(segmentation.train, run_dir=Path("runs/rsna-linear-segmentation"))
-lovt_linear = dataclasses.replace(segmentation, decoder="linear", doublings=5, data=paper.data, train=_linear)
+lovt_linear = dataclasses.replace(segmentation, decoder="linear", patch_level=-1, data=paper.data, train=_linear)
 _small = OptimConfig(lr=2e-3, weight_decay=1e-4, clip_norm=1.0, schedule=Cosine(warmup_steps=20))
 tiny = dataclasses.replace(
     paper,

@@ -24,6 +24,30 @@ def make_encoder(name: str, **options: Any) -> Any:
     return create_image_encoder(name, **options).eval()
 
 
+def test_stretched_images_are_those_of_the_encoders_size() -> None:
+    """Also by the configuration, which has nothing of the option where it is off: hashes of features cover it."""
+    plain, stretching = (
+        make_encoder("resnet_tiny", image_size=96),
+        make_encoder("resnet_tiny", image_size=96, stretch=True),
+    )
+    pixels = image()
+    enlarged = nn.functional.interpolate(pixels, (96, 96), mode="bilinear", align_corners=True)
+    found, expected = stretching(pixels), plain(enlarged)
+    torch.testing.assert_close(found.pooled_BD, expected.pooled_BD)
+    torch.testing.assert_close(found.patches_BPD, expected.patches_BPD)
+    assert found.grid == stretching.grid(64, 64) == plain.grid(96, 96) != plain.grid(64, 64)
+    assert stretching.image_size == plain.image_size == (96, 96)
+    torch.testing.assert_close(stretching(enlarged).pooled_BD, expected.pooled_BD, rtol=0, atol=0)
+    again = make_encoder(**stretching.config)
+    torch.testing.assert_close(again(pixels).pooled_BD, found.pooled_BD)
+    assert "stretch" not in plain.config
+
+
+def test_a_transformer_with_learnt_positions_reads_images_that_it_stretches() -> None:
+    encoder = make_encoder("timm:vit_tiny_patch16_224", image_size=32, stretch=True, depth=1)
+    assert encoder(image(side=48)).grid == (2, 2)
+
+
 @pytest.mark.parametrize(
     "name",
     [

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
@@ -37,6 +38,7 @@ class ImageOptions:
     name: str
     in_channels: int
     image_size: Size | None
+    stretch: bool
     patch_level: int
     pool: Pool | None
     projection: bool
@@ -70,7 +72,8 @@ class ImageEncoder(Encoder):
     Attributes:
         name: as given to `create_image_encoder`.
         feature_dim, patch_dim: widths of `pooled_BD` and `patches_BPD`.
-        image_size: (height, width) of the images; backbones with learnt positions accept no other size.
+        image_size: (height, width) of the backbone's images; backbones with learnt positions accept no other size,
+            unless the encoder stretches images to it.
         in_channels: 1 or 3.
         mean, std: statistics per channel of pixels in 0..1.
         config: arguments that create the same encoder with random weights, JSON values only.
@@ -82,6 +85,7 @@ class ImageEncoder(Encoder):
         self._adapter = vision.adapter
         self._pool = options.pool
         self._level = options.patch_level
+        self._stretch = options.stretch
         self._measured: dict[Size, _Measured] = {}
         self._range_checked = False
         self.in_channels = options.in_channels
@@ -90,6 +94,8 @@ class ImageEncoder(Encoder):
         self.std = _per_channel(options.std or vision.std, self.in_channels)
         self.config = dataclasses.asdict(options) | dict(options.arguments)
         del self.config["arguments"]
+        if not options.stretch:  # absent as before the option, so that hashes of stored features stay valid
+            del self.config["stretch"]
         self.register_buffer("_mean", torch.tensor(self.mean).view(1, -1, 1, 1), persistent=False)
         self.register_buffer("_std", torch.tensor(self.std).view(1, -1, 1, 1), persistent=False)
         self._mean: Tensor
@@ -130,8 +136,7 @@ class ImageEncoder(Encoder):
                 normalised ("out_of_range"), or the backbone has no patches to drop, no class token or no attention of
                 one ("unsupported").
         """
-        prepared = self._normalize(image_BCHW, check=not normalized)
-        self._check_size(prepared)
+        prepared = self._prepare(image_BCHW, check=not normalized)
         attention_BP = None
         with self._selecting(keep_BK=keep_BK), self._usable_statistics(prepared):
             if output_attention:
@@ -160,8 +165,7 @@ class ImageEncoder(Encoder):
         Raises:
             ConfigError: as `forward`; "unsupported" unless this is a vision Transformer of timm.
         """
-        prepared = self._normalize(image_BCHW, check=True)
-        self._check_size(prepared)
+        prepared = self._prepare(image_BCHW, check=True)
         return self._adapter.embed(self.backbone, prepared)
 
     def encode_tokens(self, hidden_BTD: Tensor, mask_BT: Tensor | None) -> Sequence[Tensor]:
@@ -197,7 +201,7 @@ class ImageEncoder(Encoder):
     def normalize(self, image_BCHW: Tensor) -> Tensor:
         """Return float pixels with `in_channels` channels, normalised as `forward` does it.
 
-        For models that resize images themselves (GLoRIA) or predict pixels (masked image modelling).
+        For models that predict pixels (masked image modelling); images are not stretched.
 
         Raises:
             ConfigError: "mismatch", "wrong_type" or "out_of_range" for images that `forward` rejects.
@@ -220,6 +224,14 @@ class ImageEncoder(Encoder):
         if channels == 3 and self.in_channels == 1:
             image = (image * image.new_tensor(_LUMINANCE).view(1, 3, 1, 1)).sum(dim=1, keepdim=True)
         return (image - self._mean) / self._std
+
+    def _prepare(self, image_BCHW: Tensor, check: bool) -> Tensor:
+        """Return the backbone's input: normalised, and stretched to `image_size` by an encoder that does so."""
+        pixels_BCHW = self._normalize(image_BCHW, check)
+        if self._stretch and tuple(pixels_BCHW.shape[2:]) != self.image_size:
+            pixels_BCHW = F.interpolate(pixels_BCHW, self.image_size, mode="bilinear", align_corners=True)
+        self._check_size(pixels_BCHW)
+        return pixels_BCHW
 
     def _check_size(self, image_BCHW: Tensor) -> None:
         """Raise ConfigError ("mismatch") if the backbone does not accept images of this size."""

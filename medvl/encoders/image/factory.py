@@ -49,6 +49,7 @@ def create_image_encoder(
     pretrained: Pretrained = False,
     in_channels: int = 3,
     image_size: int | Size | None = None,
+    stretch: bool = False,
     patch_level: int = -1,
     pool: Pool | None = None,
     projection: bool = False,
@@ -64,9 +65,9 @@ def create_image_encoder(
             from torch's global generator: seed it.
         in_channels: 3, or 1 to sum the stem's weights over RGB and average `mean` and `std`. A grey image then gives
             the same features as its RGB copy if the channels share their statistics.
-        image_size: side or (height, width). Learnt positions are interpolated to it, unless the file's positions have
-            this size already, and other sizes are rejected; backbones without positions accept any size. Default: the
-            preset's or the library's.
+        image_size: side or (height, width), by default the preset's or the library's. Learnt positions are interpolated
+            to it, unless the file's have this size already, and reject other sizes; other backbones accept any size.
+        stretch: stretch images of another size to `image_size`, bilinearly on the device (GLoRIA and MGCA).
         patch_level: stage of `patches_BPD` from the end: -1 the last, -2 the one before (GLoRIA, of a ResNet-50).
             `pooled_BD` always belongs to the last. Vision Transformers have -1 only: the patches after the final norm.
         pool: "cls" or "avg" of the tokens; None for the model's own pooling.
@@ -90,6 +91,7 @@ def create_image_encoder(
         name=name,
         in_channels=in_channels,
         image_size=_sides(image_size, preset),
+        stretch=stretch,
         patch_level=patch_level,
         pool=pool,
         projection=projection,
@@ -98,8 +100,7 @@ def create_image_encoder(
         arguments=arguments,
     )
     vision = _build(library, model, {**(preset.arguments if preset else {}), **arguments}, options)
-    has_weights = library != _PATCHES or pretrained is not True
-    if pretrained is False or not has_weights:
+    if pretrained is False or (pretrained is True and library == _PATCHES):
         return ImageEncoder(vision, options)
     return _load(vision, options, preset, pretrained)
 

@@ -2,6 +2,10 @@
 
 The encoder gives one vector for each patch, from a CNN's last feature map or a Transformer's tokens. By default it is
 frozen, so that results measure what the vectors contain. W is the decoder's width; h, w cells of its output.
+
+An encoder that stretches its images (GLoRIA and MGCA, from 224 to 299 pixels) does so here too, because its vectors are
+those of that scale; boxes and masks stay in pixels of the transform's image, over which the grid is spread. With a size
+of one's own the encoder is the backbone alone and reads the images at that size, as the U-Nets of these systems do.
 """
 
 import dataclasses
@@ -80,7 +84,8 @@ class Decoder(nn.Module):
 
 
 class DenseModel(System):
-    """A decoder on an image encoder. A frozen encoder stays in eval mode and gets no gradient.
+    """A decoder on an image encoder. A frozen encoder stays in eval mode and gets no gradient; one that is not is
+    trained as a whole, also what its system's pretraining froze.
 
     A system that reads text too sets `reads_text` and overrides `patch_features`.
 
@@ -104,6 +109,8 @@ class DenseModel(System):
         self.image_encoder = image_encoder
         if config.frozen_encoder:
             image_encoder.freeze()
+        else:
+            image_encoder.unfreeze()
         cells = image_encoder.grid(transform.size, transform.size)
         if cells is None or not image_encoder.patch_dim:
             raise ConfigError(f"{image_encoder.name} has no grid of patches", "unsupported", field="encoder")
@@ -186,7 +193,8 @@ def create_dense(
         start: folder of a checkpoint, or name of an image encoder.
         labels: labels to learn.
         image_weights, image_arguments: weights and arguments of an encoder by name, see `create_classifier`.
-        size: height and width of the input, for encoders that accept any; None: as in `start`.
+        size: height and width of the input, for encoders that accept any; None: as in `start`. Images of a size that
+            is given are not stretched (see the module's docstring).
         patch_level: the encoder's grid, -1 for the last and -2 for one with finer cells; None: as in `start`.
         settings: fields of `cls.Config`.
 
@@ -200,6 +208,7 @@ def create_dense(
     if size is not None:
         transform = dataclasses.replace(transform, size=size)
         arguments["image_size"] = (size, size)
+        arguments.pop("stretch", None)
     if patch_level is not None:
         arguments["patch_level"] = patch_level
     if arguments != encoder.config:

@@ -12,6 +12,7 @@ from medvl.encoders import parameter_groups
 from medvl.errors import ConfigError
 from medvl.models.base import System, SystemConfig
 from medvl.models.checkpoint import load, load_towers
+from medvl.models.downstream.classifier import image_encoder_of
 from medvl.models.downstream.image_size import at_image_size
 from medvl.models.factory import create_model
 from medvl.models.fusion_encoders.bases.base import FusionModel
@@ -158,11 +159,13 @@ def _at_max_tokens(model: FusionModel, max_tokens: int) -> FusionModel:
 
 
 def _on_towers(model: System, fusion: FusionConfig, start: Path | str) -> FusionModel:
-    """Put a new fusion-encoder on the towers of a dual-encoder's checkpoint, which keep their pixel statistics."""
+    """Put a new fusion-encoder on the towers of a dual-encoder's checkpoint, with pixels as in its pretraining."""
     own: Any = model.config
     names = ("image_encoder", "text_encoder", "image_size", "fit", "max_tokens", "vocab_size")
-    encoder: Any = model.get_submodule("image_encoder")
-    pixels = {name: encoder.config[name] for name in ("mean", "std")}
+    encoder = image_encoder_of(model).config
+    pixels = {name: encoder[name] for name in ("mean", "std") if encoder[name] is not None}
+    if encoder.get("stretch"):
+        pixels |= {name: encoder[name] for name in ("image_size", "stretch")}
     arguments = {
         "image_arguments": {**own.image_arguments, **pixels},
         "text_arguments": {**fusion.text_arguments, **own.text_arguments},

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -27,7 +28,10 @@ def at_image_size(model: FusionModel, size: int) -> FusionModel:
     """
     if size == model.config.image_size or isinstance(model.image_encoder, RegionEncoder):
         return model
-    config = dataclasses.replace(model.config, image_size=size, image_weights=None, text_weights=None)
+    changed: dict[str, Any] = {"image_size": size, "image_weights": None, "text_weights": None}
+    arguments = model.config.image_arguments  # without a stretch to the former size
+    changed["image_arguments"] = {name: arguments[name] for name in arguments if name not in ("image_size", "stretch")}
+    config = dataclasses.replace(model.config, **changed)
     other = create_model(config, tokenizer=model.tokenizer)
     assert isinstance(other, FusionModel)
     encoders = [each.image_encoder for each in (model, other)]

@@ -25,8 +25,8 @@ class SegmenterConfig(DenseConfig):
     """Settings of a segmenter."""
 
     decoder: Decoding = "conv"
-    """`linear` is one 1x1 layer on the encoder's patches, and its logits are enlarged bilinearly (linear segmentation
-    of LoVT, arXiv 2112.02889); it has no `width`."""
+    """`linear` is one 1x1 layer on the encoder's patches, and its logits are enlarged bilinearly to the input's pixels
+    (linear segmentation of LoVT, arXiv 2112.02889); it has no `width` and no `doublings`."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -43,7 +43,11 @@ class PatchGrid(nn.Module):
 
 @register_system("segmenter")
 class Segmenter(DenseModel, MaskModel):
-    """Logits of labels for each cell of the decoder's grid, trained by cross-entropy and soft Dice."""
+    """Logits of labels for each cell of the decoder's grid, trained by cross-entropy and soft Dice.
+
+    Attributes:
+        grid: (h, w) of the logits: the decoder's grid, or the input's pixels for the linear decoder.
+    """
 
     Config = SegmenterConfig
 
@@ -55,6 +59,8 @@ class Segmenter(DenseModel, MaskModel):
         tokenizer: Tokenizer | None = None,
     ) -> None:
         super().__init__(config, image_encoder, transform, tokenizer)
+        if config.decoder == "linear":
+            self.grid = (transform.size, transform.size)
         width = config.width if config.decoder == "conv" else image_encoder.patch_dim
         self.mask_head = init_prior(nn.Conv2d(width, len(config.labels), 1))
 

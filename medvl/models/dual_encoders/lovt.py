@@ -57,8 +57,8 @@ class LoVT(LocalSentenceEncoder):
     def __init__(self, config: Any, *args: Any, cross_attention: CrossAttention, **kwargs: Any) -> None:
         super().__init__(config, *args, **kwargs)
         self.cross_attention = cross_attention
-        side = config.encoder_size or config.image_size
-        self.register_buffer("near_PP", losses.grid_positives(*self.image_encoder.grid(side, side)), persistent=False)
+        grid = self.image_encoder.grid(config.image_size, config.image_size)
+        self.register_buffer("near_PP", losses.grid_positives(*grid), persistent=False)
 
     @classmethod
     def make_heads(cls, config: Any, image_encoder: ImageEncoder, text_encoder: TextEncoder) -> dict[str, nn.Module]:

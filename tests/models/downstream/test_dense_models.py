@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from helpers.contrastive_systems import gloria
 from helpers.errors import raises
 from torch import Tensor
 
@@ -379,7 +380,7 @@ def test_config_rejects_invalid_values(field: str, value: Any, code: str) -> Non
 
 def test_linear_decoder_is_one_layer_on_the_patches(tmp_path: Path) -> None:
     """The formula written out: logits of each patch, enlarged bilinearly to the pixels of the input."""
-    model = segmenter(decoder="linear", doublings=5).eval()
+    model = segmenter(decoder="linear").eval()
     assert model.grid == (SIZE, SIZE)
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     weight_LD11, bias_L = trained["mask_head.weight"], trained["mask_head.bias"]
@@ -399,6 +400,33 @@ def test_linear_decoder_is_one_layer_on_the_patches(tmp_path: Path) -> None:
     assert torch.equal(load(tmp_path).mask_logits(batch), model.mask_logits(batch))
     with raises(ConfigError, "unknown_name", "decoder"):
         segmenter(decoder="quadratic")
+
+
+@pytest.mark.parametrize(
+    ("encoder", "arguments"), [("timm:vit_tiny_patch16_224", {"depth": 1}), ("resnet_tiny", {"patch_level": -2})]
+)
+def test_logits_of_the_linear_decoder_are_at_the_inputs_pixels(encoder: str, arguments: dict[str, Any]) -> None:
+    """Whatever the encoder's stride is: a fixed number of doublings fits a last map of stride 32 alone."""
+    image_encoder = create_image_encoder(encoder, image_size=SIZE, **arguments)
+    model = Segmenter.on(image_encoder, LABELS, SQUASH, decoder="linear", doublings=1)
+    batch = batch_of(model, [sample_of({"masks": []})] * 2)
+    assert batch.masks_BLhw is not None
+    assert model.grid == model.mask_logits(batch).shape[2:] == batch.masks_BLhw.shape[2:] == (SIZE, SIZE)
+
+
+def test_dense_models_stretch_images_unless_they_have_a_size_of_their_own(tmp_path: Path) -> None:
+    save(gloria(), tmp_path)  # 64 pixels, stretched to 96
+    plain, larger = create_dense(Segmenter, tmp_path, LABELS), create_dense(Segmenter, tmp_path, LABELS, size=128)
+    assert plain.grid == (24, 24)
+    assert plain.transform.size == SIZE
+    batch = batch_of(plain, [sample_of({"boxes": [box("Mass", 60, 30, 80, 48)]})] * 2)
+    assert plain.mask_logits(batch).shape == (2, 2, 24, 24)
+    assert plain(batch).total.isfinite()
+    assert larger.grid == (32, 32)
+    assert "stretch" not in larger.image_encoder.config
+    cells_BP4 = create_dense(Detector, tmp_path, LABELS).cells(batch)[1]
+    assert (cells_BP4[..., :2] > -20).all()
+    assert (cells_BP4[..., 2:] < SIZE + 20).all()
 
 
 def test_create_model_creates_dense_models() -> None:

@@ -102,7 +102,7 @@ def model_of(cls: Any) -> Any:
 
 
 def linear_of(cls: Any) -> Any:
-    return cls.on(model_of(cls).image_encoder, ("Mass",), SQUASH, decoder="linear", doublings=3)
+    return cls.on(model_of(cls).image_encoder, ("Mass",), SQUASH, decoder="linear")
 
 
 @pytest.fixture(scope="module")

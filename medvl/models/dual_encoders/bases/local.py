@@ -30,7 +30,8 @@ class LocalDualConfig(BertDualConfig):
     margin: int = 0
     """Pixels cut off on every side after the image was made square."""
     encoder_size: int | None = None
-    """Side to which images are stretched on the device, bilinearly, before the image encoder; None is `image_size`."""
+    """Side to which the image encoder stretches images on the device, bilinearly, wherever it is used; None is
+    `image_size`, and images of any size are encoded as they are."""
     pixel_mean: float | None = None
     pixel_std: float | None = None
     """Mean and standard deviation of pixels in 0..1; None takes the image encoder's."""
@@ -78,6 +79,7 @@ class LocalDualEncoder(TextMaps, BertDualEncoder):
         """See the base class."""
         image = {
             "image_size": config.encoder_size or config.image_size,
+            "stretch": config.encoder_size is not None,
             "patch_level": config.patch_level,
             "mean": config.pixel_mean,
             "std": config.pixel_std,
@@ -125,12 +127,8 @@ class LocalDualEncoder(TextMaps, BertDualEncoder):
 
     def _pooled_images(self, image_BCHW: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         """Return (B, E) float32, not normalised, the patches (B, P, D), and the weights of regions."""
-        pixels_BCHW = self.image_encoder.normalize(image_BCHW)
-        side = self.config.encoder_size
-        if side is not None and tuple(pixels_BCHW.shape[2:]) != (side, side):
-            pixels_BCHW = F.interpolate(pixels_BCHW, (side, side), mode="bilinear", align_corners=True)
         output_attention = self.weighs_words and self.image_encoder.has_attention
-        features = self.image_encoder(pixels_BCHW, normalized=True, output_attention=output_attention)
+        features = self.image_encoder(image_BCHW, output_attention=output_attention)
         pooled_BD, weight_BP = self.pool_regions(features)
         return self.image_head(pooled_BD).float(), features.patches_BPD, weight_BP
 
@@ -199,8 +197,7 @@ class LocalDualEncoder(TextMaps, BertDualEncoder):
 
     def map_grid(self, image_BCHW: Tensor) -> tuple[int, int]:
         """Return (h, w) of the regions."""
-        side = self.config.encoder_size
-        return self.image_encoder.grid(*((side, side) if side is not None else image_BCHW.shape[2:]))
+        return self.image_encoder.grid(*image_BCHW.shape[2:])
 
     def _project(self, head: nn.Module, features_NPD: Tensor, mask_NP: Tensor | None = None) -> Tensor:
         """Return (N, P, E) float32. Autocast would round regions and words before a softmax of their raw products."""

@@ -32,10 +32,8 @@ def create_encoders(config: FusionConfig, *, pretrained: bool) -> tuple[ImageSou
             raise ConfigError(message, "wrong_type", field="image_encoder")
         code = match[2] and cast(BoxCode, int(match[2]))
         return RegionEncoder(int(match[1]), code or None), text_encoder
-    image_arguments: dict[str, Any] = dict(config.image_arguments)
-    image_encoder = create_image_encoder(
-        config.image_encoder, pretrained=pretrained, image_size=config.image_size, **image_arguments
-    )
+    image_arguments: dict[str, Any] = {"image_size": config.image_size, **config.image_arguments}
+    image_encoder = create_image_encoder(config.image_encoder, pretrained=pretrained, **image_arguments)
     return image_encoder, text_encoder
 
 
