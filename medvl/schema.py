@@ -220,7 +220,8 @@ class Batch:
             raise ValueError("expected one image for each row, got image_of_B")
         chosen = list(index)
         return dataclasses.replace(
-            self._map(lambda tensor: tensor[chosen]),
+            dataclasses.replace(self, mean_counts_K=None)._map(lambda tensor: tensor[chosen]),
+            mean_counts_K=self.mean_counts_K,  # of an update, not of rows
             keys=[self.keys[row] for row in chosen],
             texts=[self.texts[row] for row in chosen],
             studies=None if self.studies is None else [self.studies[row] for row in chosen],

@@ -1,5 +1,6 @@
 """Classification of change between an image and its prior image, on the image side of any dual-encoder."""
 
+import contextlib
 import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 from medvl.common.checks import check_labels, check_within
 from medvl.common.config_io import from_dict
 from medvl.data.tokenizer.tokenizer import Tokenizer
-from medvl.encoders import parameter_groups
+from medvl.encoders import freeze_batch_norm_statistics, parameter_groups
 from medvl.errors import ConfigError
 from medvl.models.base import System, SystemConfig, update_mean
 from medvl.models.checkpoint import load
@@ -47,7 +48,9 @@ class ChangeClassifier(System):
     """Logits of improving, stable and worsening for each finding, from the vector of an image and its prior image.
 
     The vector is that of `embed_with_prior` where the dual-encoder has it; else the two images' own vectors side by
-    side, with zeros for a missing prior image. Everything that images pass through is trained; text parts are frozen.
+    side, with zeros for a missing prior image. Everything that images pass through is trained, also what the
+    dual-encoder's pretraining froze; text parts are frozen. Rows without any label, such as a corpus's prior images
+    themselves, and placeholders of missing prior images do not enter batch norms.
     """
 
     Config = ChangeClassifierConfig
@@ -56,6 +59,7 @@ class ChangeClassifier(System):
         super().__init__(config, transform=dual_encoder.transform, tokenizer=None)
         self.dual_encoder = dual_encoder
         self.inputs = Inputs(prior_image=config.use_prior)
+        dual_encoder.image_encoder.unfreeze()
         for name, child in dual_encoder.named_children():
             if name.startswith(("text", "word")):
                 child.requires_grad_(False)
@@ -82,9 +86,11 @@ class ChangeClassifier(System):
 
         Labels are -1 (improving), 0 (stable), 1 (worsening) or NaN (ignored).
         """
+        batch, statistics = self._labelled_rows(batch)
         known_BL = ~batch.labels_BL.isnan()
         target_BL = (batch.labels_BL.nan_to_num() + 1).long().masked_fill(~known_BL, -100)
-        logits_BLC = self.change_logits(batch).float()
+        with statistics:
+            logits_BLC = self.change_logits(batch).float()
         total = F.cross_entropy(logits_BLC.flatten(0, 1), target_BL.flatten(), reduction="sum")
         return Losses.sum(change=update_mean(batch, total, known_BL.sum()))
 
@@ -113,6 +119,19 @@ class ChangeClassifier(System):
             for group in parameter_groups(module, rate, weight_decay)
         ]
 
+    def _labelled_rows(self, batch: Batch) -> tuple[Batch, contextlib.AbstractContextManager[None]]:
+        """Return the rows that have a label, and a context for their encoding.
+
+        A batch with fewer than two such rows is returned as it is, because every rank must use all weights and batch
+        norms need two rows; in the context it does not update their running statistics.
+        """
+        row_K = (~batch.labels_BL.isnan()).any(dim=1).nonzero().squeeze(1)
+        if len(row_K) == len(batch):
+            return batch, contextlib.nullcontext()
+        if len(row_K) < 2:
+            return batch, freeze_batch_norm_statistics(self)
+        return batch.rows(row_K.tolist()), contextlib.nullcontext()
+
     def _vectors(self, image_BCHW: Tensor, prior_BCHW: Tensor | None, has_prior_B: Tensor | None) -> Tensor:
         """Return (B, D) float32."""
         model = self.dual_encoder
@@ -121,9 +140,10 @@ class ChangeClassifier(System):
         has_prior_B = has_prior_B.to(image_BCHW.device)
         if isinstance(model, SupportsPriors):
             return model.embed_with_prior(image_BCHW, prior_BCHW, has_prior_B).global_NE
-        both_NE = model.encode_image(torch.cat([image_BCHW, prior_BCHW]))  # one pass, and one batch norm
-        vector_BE, prior_BE = both_NE.chunk(2)
-        return torch.cat([vector_BE, prior_BE.masked_fill(~has_prior_B[:, None], 0.0)], dim=1)
+        count, row_K = len(image_BCHW), has_prior_B.nonzero().squeeze(1)
+        both_NE = model.encode_image(torch.cat([image_BCHW, prior_BCHW[row_K]]))  # one pass, and one batch norm
+        vector_BE, prior_KE = both_NE.tensor_split([count])
+        return torch.cat([vector_BE, torch.zeros_like(vector_BE).index_copy(0, row_K, prior_KE)], dim=1)
 
 
 def create_change_classifier(
