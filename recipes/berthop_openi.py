@@ -18,7 +18,6 @@ the settings of PixelHop++ are those of `medvl fit-pixelhop`, because the paper'
 import dataclasses
 from pathlib import Path
 
-from medvl.data import EvalTransform
 from medvl.encoders import pixelhop_arguments
 from medvl.eval import ClassifyEval, LabelPolicy
 from medvl.models import BERTHopConfig
@@ -46,9 +45,7 @@ paper = BERTHopRecipe(
     pixelhop=Path("pixelhop"),
     model=BERTHopConfig(),
     pretrained=True,
-    data=ClassificationDataConfig(
-        train=Path("shards/openi/train"), valid=Path("shards/openi/validate"), image=EvalTransform(size=224)
-    ),
+    data=ClassificationDataConfig(train=Path("shards/openi/train"), valid=Path("shards/openi/validate")),
     optim=OptimConfig(lr=1e-4, weight_decay=0.01, schedule=Linear(warmup_steps=96)),
     train=TrainConfig(
         run_dir=Path("runs/berthop"),
@@ -73,7 +70,6 @@ tiny = BERTHopRecipe(
     data=ClassificationDataConfig(
         train=Path("quickstart/openi-shards/train"),
         valid=Path("quickstart/openi-shards/validate"),
-        image=EvalTransform(size=112, fit="squash"),
         workers=1,
     ),
     optim=dataclasses.replace(quickstart.OPTIM, lr=5e-4),

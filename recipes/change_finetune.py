@@ -10,8 +10,10 @@ only. Labels for training, such as those that Chest ImaGenome derives from repor
 (`medvl shards ms-cxr-t`). `--init-from` is a checkpoint of any dual-encoder; one that takes no prior image embeds both
 images apart. `--data.fraction` selects a fraction of the training patients.
 
-Preset `paper`: BioViL-T at its published size. All settings of the training are this recipe's own. `best` has the
-highest macro accuracy on validation patients.
+Preset `paper`: BioViL-T at its published size; for a dual-encoder of another size or with borders set
+`--data.image.size` and `--data.image.pad` (an error names the values). All settings of the training are this recipe's
+own. Everything that images pass through is trained, also what the pretraining froze. `best` has the highest macro
+accuracy on validation patients.
 
 Preset `tiny`: the phantom in the layout of MS-CXR-T.
 """

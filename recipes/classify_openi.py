@@ -11,7 +11,7 @@ The 15 labels come from the MeSH terms of the report, so that a model that reads
 Presets `paper-image` and `paper-text` are the two baselines that show what image and report contribute: in the first
 every text is absent, in the second every image. `--data.fraction` selects a fraction of the training patients.
 `--init-from` is a checkpoint of a fusion-encoder, of a head on one, or of a dual-encoder; above the encoders of the
-last, `--model` is trained from scratch.
+last, `--model` is trained from scratch. Images have the size and fit of the checkpoint, or the size `--image-size`.
 
 Preset `paper`: 5e-5 for 6 epochs, batch 18, a linear schedule with a warm-up of a tenth, reports of 128 tokens, the
 head Linear, GELU, LayerNorm, Linear. Differences: the paper has no validation data and its mean is without "Normal"
@@ -27,7 +27,7 @@ import dataclasses
 from pathlib import Path
 from typing import Literal
 
-from medvl.data import ConVIRTAugmentation, EvalTransform
+from medvl.data import ConVIRTAugmentation
 from medvl.eval import ClassifyEval, LabelPolicy
 from medvl.models import DualStreamConfig
 from medvl.train import (
@@ -45,9 +45,7 @@ paper = ClassifierRecipe(
     init_from=Path("runs/m3ae/best"),
     max_tokens=128,
     model=DualStreamConfig(),
-    data=ClassificationDataConfig(
-        train=Path("shards/openi/train"), valid=Path("shards/openi/validate"), image=EvalTransform(size=288)
-    ),
+    data=ClassificationDataConfig(train=Path("shards/openi/train"), valid=Path("shards/openi/validate")),
     optim=OptimConfig(lr=5e-5, weight_decay=0.01, schedule=Linear(warmup_steps=96)),
     train=TrainConfig(
         run_dir=Path("runs/openi"),

@@ -7,12 +7,16 @@
 
 `--init-from` is a checkpoint of any system with an image encoder, or the name of an encoder with published weights;
 with `--image-weights FILE`, of an encoder with weights of your own, and `--image-arguments mean 0.5 std 0.5` if needed.
-Early stopping and `best` use the mean AUROC of the validation patients. `--data.fraction` selects a fraction of the
-training patients by the seed `--data.fraction-seed`.
+Images have the encoder's own size and fit. `--data.fraction` selects a fraction of the training patients by the seed
+`--data.fraction-seed`.
 
-Preset `paper`: linear classification on CheXpert with MGCA's settings (batch 48, 5e-4, weight decay 1e-6), the encoder
-frozen and in eval mode. Preset `finetune`: everything is trained, the encoder at a fifth of the head's rate. It
-differs in: the linear layer begins at zero, AdamW, and a policy for uncertain labels that is named (`--uncertain`).
+Preset `paper`: linear classification on CheXpert with the settings of MGCA's released code: AdamW at a constant 5e-4,
+weight decay 1e-6, batch 48, uncertain labels by class, at most 50 epochs, `best` and stopping (patience 10) by the
+validation loss, the encoder frozen and in eval mode. Differences: no augmentation (MGCA crops at random, jitters, blurs
+and mirrors), the linear layer begins at zero, and fractions and validation are of patients (there of images).
+
+Preset `finetune`: everything is trained, also what a pretraining froze, the encoder at a fifth of the head's rate, with
+ConVIRT's augmentation. `best`, the learning rate and stopping follow the validation AUROC.
 For probes alone, `medvl eval probe` solves the same problem to its optimum, for all fractions and draws at once.
 """
 
@@ -20,9 +24,8 @@ import dataclasses
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from medvl.data import ConVIRTAugmentation, EvalTransform
 from medvl.models import EncoderArguments
-from medvl.train import ClassificationDataConfig, OptimConfig, Plateau, TrainConfig, launch
+from medvl.train import ClassificationDataConfig, Constant, OptimConfig, Plateau, TrainConfig, launch
 
 if TYPE_CHECKING:
     from medvl.train import Run
@@ -58,26 +61,26 @@ paper = Recipe(
         train=Path("shards/chexpert/train"),
         valid=Path("shards/chexpert/valid"),
         labels=("Atelectasis", "Cardiomegaly", "Consolidation", "Edema", "Pleural Effusion"),
-        image=EvalTransform(size=224),
     ),
-    optim=OptimConfig(lr=5e-4, weight_decay=1e-6, schedule=Plateau(factor=0.5, patience=5)),
+    uncertain="per_class",
+    optim=OptimConfig(lr=5e-4, weight_decay=1e-6, schedule=Constant()),
     train=TrainConfig(
         run_dir=Path("runs/linear-probe"),
         epochs=50,
         global_batch=48,
         precision="bf16",
-        best_metric="classify/auroc_macro",
-        best_mode="max",
         early_stop_patience=10,
     ),
 )
+_by_auroc = dataclasses.replace(paper.train, best_metric="classify/auroc_macro", best_mode="max")
 finetune = dataclasses.replace(
     paper,
     frozen_encoder=False,
     head_lr_mult=5.0,
-    data=dataclasses.replace(paper.data, image=ConVIRTAugmentation(size=224)),
-    optim=dataclasses.replace(paper.optim, lr=1e-4),
-    train=dataclasses.replace(paper.train, run_dir=Path("runs/finetune")),
+    data=dataclasses.replace(paper.data, augment=True),
+    uncertain="ignore",
+    optim=OptimConfig(lr=1e-4, weight_decay=1e-6, schedule=Plateau(factor=0.5, patience=5)),
+    train=dataclasses.replace(_by_auroc, run_dir=Path("runs/finetune")),
 )
 tiny = dataclasses.replace(
     paper,
@@ -85,11 +88,11 @@ tiny = dataclasses.replace(
     data=ClassificationDataConfig(
         train=Path("quickstart/shards/train"),
         valid=Path("quickstart/shards/validate"),
-        image=EvalTransform(size=112, fit="squash"),
         workers=1,
     ),
     optim=OptimConfig(lr=1e-2, weight_decay=1e-4, schedule=Plateau(factor=0.5, patience=2)),
-    train=dataclasses.replace(paper.train, run_dir=Path("quickstart/linear-probe"), epochs=10, early_stop_patience=4),
+    uncertain="ignore",
+    train=dataclasses.replace(_by_auroc, run_dir=Path("quickstart/linear-probe"), epochs=10, early_stop_patience=4),
 )
 
 PRESETS = {"paper": paper, "finetune": finetune, "tiny": tiny}

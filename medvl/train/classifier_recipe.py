@@ -33,6 +33,9 @@ class ClassifierRecipe:
     with "text" and "image"."""
     head: Literal["mlp", "meter", "linear"] = "mlp"
     target: Literal["multi_label", "single_label"] = "multi_label"
+    image_size: int | None = None
+    """With `init_from`: side of the images in pixels, to which learned positions are interpolated; None is that of the
+    checkpoint."""
     max_tokens: int | None = None
     """With `init_from`: maximum length of a text, which may be above that of the pretraining; None is that of the
     checkpoint."""
@@ -93,12 +96,11 @@ def fused_classification(recipe: str, settings: ClassifierRecipe, apply: ApplyPo
             assert isinstance(fusion, FusionModel)
             model = FusedClassifier.on(fusion, labels, **choices)
         else:
-            size = settings.data.image.size
             model = create_fused_classifier(
                 settings.init_from,
                 labels,
                 fusion=settings.model,
-                image_size=size,
+                image_size=settings.image_size,
                 max_tokens=settings.max_tokens,
                 **choices,
             )

@@ -27,7 +27,7 @@ def open_change(data: ChangeDataConfig, model: Any, batch: int) -> DataLoaders:
     Batches hold the prior images too, which have no labels of their own unless they have prior images.
 
     Raises ShardError where a folder is damaged, SplitError where the two share a patient, ConfigError where the batch
-    does not fit the ranks or the selected images.
+    does not fit the ranks or the selected images, or the augmentation the model.
     """
     from medvl.data.loading.subset import ChangeLabels
 

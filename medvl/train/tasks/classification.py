@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from medvl.common.checks import check_within
 from medvl.data.shards.format import Manifest
-from medvl.data.transforms.image import ConVIRTAugmentation, EvalTransform
+from medvl.data.transforms.image import ConVIRTAugmentation, EvalTransform, ImageTransform
 from medvl.data.transforms.text import WholeText
 from medvl.errors import ConfigError
 from medvl.train.tasks.common import (
@@ -62,8 +62,16 @@ class LabelledDataConfig(LoaderConfig):
 class ClassificationDataConfig(LabelledDataConfig):
     """Shards, labels and augmentation for a classifier."""
 
-    image: ConVIRTAugmentation | EvalTransform
-    """Transform of the training images; validation uses the model's own."""
+    image: ConVIRTAugmentation | None = None
+    """Augmentation of the training images, of the size of the model's transform, with `pad` where that pads; None: the
+    model's transform, which validation always uses."""
+    augment: bool = False
+    """Without `image`: ConVIRT's augmentation, of the size and with the borders of the model's transform."""
+
+    def __post_init__(self) -> None:
+        LabelledDataConfig.__post_init__(self)
+        if self.augment and self.image is not None:
+            raise ConfigError("data.image is an augmentation: leave data.augment out", "conflict", field="augment")
 
     def names(self) -> tuple[str, ...]:
         """Return the labels to learn. Raises ConfigError where the shards lack one."""
@@ -76,7 +84,7 @@ def open_classification(data: ClassificationDataConfig, model: Any, apply: Apply
     A model with a tokenizer reads whole reports, in training and validation.
 
     Raises ShardError where a folder is damaged, SplitError where the two share a patient, ConfigError where the batch
-    does not fit the ranks or the selected images.
+    does not fit the ranks or the selected images, or the augmentation the model.
     """
     from medvl.data.loading.subset import LabelPolicyView
 
@@ -97,11 +105,30 @@ def open_labelled(
     train, valid = open_split(data)
     assert valid is not None
     regions = bind_regions(model, train)
+    training_images = _training_images(data, model.transform)
     patients = [train.sample(position).patient for position in range(len(train))]
     selected = Subset(train, label_fraction(patients, data.fraction, data.fraction_seed))
-    loader = open_train(data, with_labels(selected), batch, image=data.image, **options)
+    loader = open_train(data, with_labels(selected), batch, image=training_images, **options)
     selection = {"fraction": data.fraction, "fraction_seed": data.fraction_seed, "images": len(selected)}
     described = describe(train.manifest, valid.manifest, **selection, **regions)
     options["image"] = model.transform
     losses = open_valid(data, with_labels(valid), **options)
     return DataLoaders(loader, losses, open_valid(data, valid, shared=False, **options), described)
+
+
+def _training_images(data: ClassificationDataConfig, transform: EvalTransform) -> ImageTransform:
+    """Return the transform of the training images. Raises ConfigError for one that does not fit the model's."""
+    augmentation, pads = data.image, transform.fit == "pad"
+    if augmentation is None and not data.augment:
+        return transform
+    if augmentation is None:
+        published = ConVIRTAugmentation(size=transform.size, pad=pads)
+        low, high = (sigma * transform.size / 224 for sigma in published.blur_sigma)  # published for 224 pixels
+        return dataclasses.replace(published, blur_sigma=(low, high))
+    if (augmentation.size, augmentation.pad) != (transform.size, pads):
+        message = (
+            f"expected an augmentation of the model's {transform}, got size {augmentation.size} and pad "
+            f"{augmentation.pad}; set data.image.size {transform.size} and data.image.pad {pads}"
+        )
+        raise ConfigError(message, "mismatch", field="data.image")
+    return augmentation

@@ -8,13 +8,12 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers.contrastive_systems import biovil_t, convirt, make_batch
+from helpers.contrastive_systems import biovil_t, convirt, make_batch, radzero
 from helpers.errors import raises
 from torch import Tensor
 
 from medvl.cli import main as cli
 from medvl.data import ChangeLabels, ShardSource
-from medvl.data.transforms.image import EvalTransform
 from medvl.errors import CheckpointError, ConfigError, EvaluationError
 from medvl.eval import ChangeEval
 from medvl.models import ChangeClassifier, ChangeClassifierConfig, create_change_classifier, load, save
@@ -71,6 +70,45 @@ def test_a_new_head_predicts_every_class_alike(tmp_path: Path) -> None:
     assert model(BATCH).total.item() == pytest.approx(torch.tensor(3.0).log().item())
     nothing = dataclasses.replace(BATCH, labels_BL=torch.full_like(LABELS_BL, torch.nan))
     assert model(nothing).total.item() == 0
+
+
+def test_a_frozen_image_encoder_is_trained(tmp_path: Path) -> None:
+    pretrained = radzero(frozen_image=True)
+    assert pretrained.image_encoder.is_frozen
+    model = classifier(pretrained, tmp_path).train()
+    assert not model.dual_encoder.image_encoder.is_frozen
+    assert all(module.training for module in model.dual_encoder.image_encoder.modules())
+
+
+@pytest.mark.parametrize("make", [biovil_t, convirt])
+def test_placeholders_and_rows_without_labels_do_not_enter_batch_norms(make: Any, tmp_path: Path) -> None:
+    model = classifier(make(), tmp_path).train()
+    start = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    assert BATCH.has_prior_B is not None
+    assert BATCH.prior_BCHW is not None
+    assert not BATCH.has_prior_B.all()
+    unlabelled_B = LABELS_BL.isnan().all(dim=1)
+    image_BCHW, prior_BCHW = BATCH.image_BCHW.clone(), BATCH.prior_BCHW.clone()
+    image_BCHW[unlabelled_B] = 255
+    prior_BCHW[~BATCH.has_prior_B | unlabelled_B] = 255
+    found = []
+    for batch in (BATCH, dataclasses.replace(BATCH, image_BCHW=image_BCHW, prior_BCHW=prior_BCHW)):
+        model.load_state_dict(start)
+        torch.manual_seed(0)
+        found.append((model(batch).total, {name: tensor.clone() for name, tensor in model.named_buffers()}))
+    torch.testing.assert_close(found[0], found[1], rtol=0, atol=0)
+    assert any(not torch.equal(tensor, start[name]) for name, tensor in found[0][1].items() if name in start)
+
+
+def test_a_batch_with_one_labelled_row_changes_no_statistics(tmp_path: Path) -> None:
+    model = classifier(convirt(), tmp_path).train()
+    before = {name: tensor.clone() for name, tensor in model.named_buffers() if "num_batches" not in name}
+    labels_BL = torch.full_like(LABELS_BL, torch.nan)
+    labels_BL[0, 0] = 1.0
+    model(dataclasses.replace(BATCH, labels_BL=labels_BL, mean_counts_K=torch.ones(1))).total.backward()
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.named_buffers() if name in before)
+    trained = [parameter for parameter in model.dual_encoder.image_encoder.parameters() if parameter.requires_grad]
+    assert all(parameter.grad is not None for parameter in trained)
 
 
 @pytest.mark.parametrize("make", [biovil_t, convirt])
@@ -131,9 +169,7 @@ def test_labels_of_change_are_numbers(shards: Path) -> None:
 
 
 def test_training_and_evaluation_on_shards(shards: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    data = ChangeDataConfig(
-        train=shards / "train" / "test", valid=shards / "valid" / "test", image=EvalTransform(size=64), workers=0
-    )
+    data = ChangeDataConfig(train=shards / "train" / "test", valid=shards / "valid" / "test", workers=0)
     names = data.names()
     (tmp_path / "start").mkdir()
     save(biovil_t(), tmp_path / "start")
@@ -166,7 +202,6 @@ def test_findings_without_labels_of_change_are_refused(shards: Path) -> None:
     data = ChangeDataConfig(
         train=shards / "train" / "test",
         valid=shards / "valid" / "test",
-        image=EvalTransform(size=64),
         labels=("Fracture",),
     )
     with raises(ConfigError, "unknown_name", "data.labels", names="Fracture"):

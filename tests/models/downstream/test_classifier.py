@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from helpers.contrastive_systems import gloria, make_batch, mgca, radzero, umrl
 from helpers.errors import raises
 from helpers.eval_fakes import make_source
 from helpers.label_shards import NAMES, make_shards
@@ -17,12 +18,13 @@ from medvl.data.loading.loader import open_loader
 from medvl.data.loading.sources import FileSource
 from medvl.data.loading.subset import LabelPolicyView, label_fraction, no_text
 from medvl.data.shards.source import ShardSource
-from medvl.data.transforms.image import EvalTransform
+from medvl.data.transforms.image import ConVIRTAugmentation, EvalTransform
 from medvl.data.transforms.text import WholeText
 from medvl.encoders import create_image_encoder
 from medvl.errors import CheckpointError, ConfigError, EvaluationError, SplitError
 from medvl.eval import ClassifyEval, LabelPolicy, classify
-from medvl.models import Classifier, ClassifierConfig, create_classifier
+from medvl.eval.probing.features import ProbedEncoder
+from medvl.models import Classifier, ClassifierConfig, Segmenter, create_classifier, create_dense
 from medvl.models.checkpoint import load, save
 from medvl.schema import Batch
 from medvl.train import OptimConfig, TrainConfig, train
@@ -135,6 +137,41 @@ def test_create_classifier_uses_the_encoder_of_any_system(tmp_path: Path) -> Non
         create_classifier(tmp_path, NAMES)
 
 
+@pytest.mark.parametrize("make", [radzero, umrl])
+def test_fine_tuning_trains_what_pretraining_froze(make: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """And says that the trained layers of such systems lie above the encoder that it takes."""
+    pretrained = make(frozen_image=True) if make is radzero else make()
+    assert pretrained.image_encoder.is_frozen
+    save(pretrained, tmp_path)
+    model = create_classifier(tmp_path, NAMES).train()
+    assert all(parameter.requires_grad for parameter in model.parameters())
+    assert all(module.training for module in model.modules())
+    assert sum(len(group["params"]) for group in model.parameter_groups(1e-3, 0.1)) == len(list(model.parameters()))
+    assert "left the image encoder frozen" in caplog.text
+    assert create_classifier(tmp_path, NAMES, frozen_encoder=True).image_encoder.is_frozen
+    dense = create_dense(Segmenter, tmp_path, NAMES, width=16, frozen_encoder=False)
+    assert all(parameter.requires_grad for parameter in dense.parameters())
+
+
+@pytest.mark.parametrize("make", [gloria, mgca])
+def test_the_encoder_of_a_system_that_stretches_images_stretches_them(make: Any, tmp_path: Path) -> None:
+    pretrained = make().eval()
+    save(pretrained, tmp_path)
+    image_BCHW = make_batch("gloria").image_BCHW
+    pixels = pretrained.image_encoder.normalize(image_BCHW)
+    enlarged = torch.nn.functional.interpolate(pixels, (96, 96), mode="bilinear", align_corners=True)
+    expected_BD = create_image_encoder("resnet_tiny", pretrained=False)
+    expected_BD.load_state_dict(pretrained.image_encoder.state_dict())
+    expected_BD = expected_BD.eval()(enlarged, normalized=True).pooled_BD
+    model = create_classifier(tmp_path, NAMES).eval()
+    torch.testing.assert_close(model.image_encoder(image_BCHW).pooled_BD, expected_BD)
+    (tmp_path / "classifier").mkdir()
+    save(model, tmp_path / "classifier")
+    torch.testing.assert_close(load(tmp_path / "classifier").image_encoder(image_BCHW).pooled_BD, expected_BD)
+    probed = ProbedEncoder.from_model(pretrained, name="")
+    torch.testing.assert_close(probed.module(image_BCHW).pooled_BD, expected_BD)
+
+
 @pytest.mark.parametrize(
     ("field", "value", "code"),
     [
@@ -178,9 +215,7 @@ def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def data_of(shards: Path, **settings: Any) -> ClassificationDataConfig:
-    return ClassificationDataConfig(
-        train=shards / "train", valid=shards / "validate", image=BRIGHT, workers=0, **settings
-    )
+    return ClassificationDataConfig(train=shards / "train", valid=shards / "validate", workers=0, **settings)
 
 
 def test_training_stops_early_and_keeps_the_best_step(shards, tmp_path):
@@ -234,6 +269,29 @@ def test_fractions_equal_those_of_the_linear_probe(shards):
     opened = open_classification(data, create_classifier_of(data), LabelPolicy().apply, batch=4)
     wanted = {source.sample(int(place)).key for place in label_fraction(patients, 0.25, 7)}
     assert {key for batch in opened.train for key in batch.keys} == wanted
+
+
+def test_training_images_have_the_models_size_and_fit(shards: Path) -> None:
+    data, model = data_of(shards), classifier()
+    loader = open_classification(data, model, LabelPolicy().apply, batch=4).train
+    apply, source = BRIGHT.build(), ShardSource(shards / "train")
+    keys = [source.sample(place).key for place in range(len(source))]
+    batch = next(iter(loader))
+    for key, image_CHW in zip(batch.keys, batch.image_BCHW, strict=True):
+        expected_HWC = apply(source.pixels(keys.index(key)), np.random.default_rng(0)).image_HWC
+        np.testing.assert_array_equal(image_CHW.permute(1, 2, 0).numpy(), expected_HWC)
+    padding = Classifier.on(model.image_encoder, NAMES, EvalTransform(size=32, fit="pad"))
+    fitting = ConVIRTAugmentation(size=32)
+    for target, image in ((model, fitting), (padding, dataclasses.replace(fitting, pad=True))):
+        opened = open_classification(dataclasses.replace(data, image=image), target, LabelPolicy().apply, batch=4)
+        assert next(iter(opened.train)).image_BCHW.shape[2:] == (32, 32)
+    augmented = open_classification(dataclasses.replace(data, augment=True), padding, LabelPolicy().apply, batch=4)
+    assert augmented.train.samples.maker.image == dataclasses.replace(fitting, pad=True, blur_sigma=(0.1 / 7, 3 / 7))
+    with raises(ConfigError, "conflict", "augment"):
+        dataclasses.replace(data, augment=True, image=fitting)
+    for target, image in ((model, ConVIRTAugmentation(size=64)), (padding, fitting)):
+        with raises(ConfigError, "mismatch", "data.image", names="data.image.size 32"):
+            open_classification(dataclasses.replace(data, image=image), target, LabelPolicy().apply, batch=4)
 
 
 def test_errors_of_data_and_evaluation(shards, tmp_path):

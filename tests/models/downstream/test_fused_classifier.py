@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from helpers.contrastive_systems import gloria
 from helpers.errors import raises
 from helpers.fusion_samples import SIDE, TEXTS, TINY, flags, make_batch, tiny_model, tiny_tokenizer
 from helpers.label_shards import NAMES, make_shards
@@ -14,7 +15,6 @@ from torch import nn
 
 import medvl
 from medvl.cli import main as cli
-from medvl.data.transforms.image import EvalTransform
 from medvl.errors import ConfigError
 from medvl.eval import ClassifyEval, LabelPolicy, classify
 from medvl.models import FusedClassifier, FusedClassifierConfig, create_fused_classifier, create_retrieval, create_vqa
@@ -163,6 +163,25 @@ def test_checkpoints_start_other_heads(tmp_path: Path) -> None:
         create_fused_classifier(tmp_path / "dual", LABELS)
 
 
+def test_towers_get_the_pixels_of_their_pretraining(tmp_path: Path) -> None:
+    """Statistics and stretch of GLoRIA's images; at another size, none to the former one."""
+    dual = gloria().eval()
+    save(dual, tmp_path)
+    sizes = DualStreamConfig(image_arguments={}, width=24, layers=1, heads=2, intermediate=24, image_positions=True)
+    model = create_fused_classifier(tmp_path, LABELS, fusion=sizes, modalities="image").eval()
+    image_BCHW, encoder = labelled(2).image_BCHW.repeat(1, 1, 2, 2), model.fusion_model.image_encoder
+    torch.testing.assert_close(encoder(image_BCHW).pooled_BD, dual.image_encoder(image_BCHW).pooled_BD)
+    assert model.transform.size == dual.transform.size
+    assert model.probabilities(dataclasses.replace(labelled(2), image_BCHW=image_BCHW)).isfinite().all()
+    larger = create_fused_classifier(tmp_path, LABELS, fusion=sizes, image_size=128)
+    assert larger.fusion_model.image_encoder.image_size == (128, 128)
+    assert "stretch" not in larger.fusion_model.image_encoder.config
+    (tmp_path / "fused").mkdir()
+    save(model, tmp_path / "fused")
+    again = load(tmp_path / "fused").fusion_model.image_encoder(image_BCHW)
+    torch.testing.assert_close(again.pooled_BD, encoder(image_BCHW).pooled_BD)
+
+
 def test_texts_can_be_longer_than_in_pretraining(tmp_path: Path) -> None:
     """M3AE reads 64 tokens of captions in pretraining, and 128 of MELINDA's."""
     start, report = tiny_model("dual_stream", TOKENIZER), ["small left effusion " * 20]
@@ -206,9 +225,7 @@ def test_evaluator_names_what_was_read(tmp_path: Path, capsys: pytest.CaptureFix
     fusion = tiny_model("dual_stream", TOKENIZER, image_encoder="resnet_tiny", image_arguments={}, image_size=32)
     model = FusedClassifier.on(fusion, NAMES, modalities="image").eval()
     nn.init.normal_(model.label_head[-1].weight)
-    data = ClassificationDataConfig(
-        train=shards / "train", valid=shards / "validate", image=EvalTransform(size=32), workers=0, fraction=0.5
-    )
+    data = ClassificationDataConfig(train=shards / "train", valid=shards / "validate", workers=0, fraction=0.5)
     opened = open_classification(data, model, LabelPolicy().apply, batch=8)
     batch = next(iter(opened.train))
     assert batch.ids_BT.shape[1] >= 2
@@ -234,9 +251,7 @@ def test_accuracy_is_of_classifiers_of_one_label(target: Any, tmp_path: Path) ->
     model = FusedClassifier.on(fusion, NAMES, modalities="image", target=target).eval()
     nn.init.normal_(model.label_head[-1].weight)
     shards = make_shards(tmp_path)
-    data = ClassificationDataConfig(
-        train=shards / "train", valid=shards / "validate", image=EvalTransform(size=32), workers=0
-    )
+    data = ClassificationDataConfig(train=shards / "train", valid=shards / "validate", workers=0)
     images = open_classification(data, model, LabelPolicy().apply, batch=8).valid_images
     assert images is not None
     result, during = classify(model, images, resamples=10), ClassifyEval(images)(model)

@@ -102,9 +102,7 @@ def test_labels_are_predicted_from_regions(
 ) -> None:
     monkeypatch.setattr(ShardSource, "pixels", no_pixels)
     classifier = FusedClassifier.on(model, ("edema",))
-    data = ClassificationDataConfig(
-        train=shards / "train", valid=shards / "validate", image=EvalTransform(size=32), regions="quarters", workers=0
-    )
+    data = ClassificationDataConfig(train=shards / "train", valid=shards / "validate", regions="quarters", workers=0)
     opened = open_classification(data, classifier, lambda labels, names: labels, 4)
     restored = trained(classifier, opened.train, opened.described, tmp_path / "labels")
     assert open_source(shards / "validate", [tmp_path / "labels"]).region_manifest is not None
@@ -146,17 +144,13 @@ def test_stages_of_a_loader_of_regions_are_timed_without_pixels(shards: Path, mo
 def test_regions_of_another_detector_are_refused_at_every_head(model: Any, shards: Path) -> None:
     next(each for each in model.modules() if isinstance(each, RegionEncoder)).detector = "e" * 64
     classifier = FusedClassifier.on(model, ("edema",))
-    data = ClassificationDataConfig(
-        train=shards / "train", valid=shards / "validate", image=EvalTransform(size=32), regions="quarters", workers=0
-    )
+    data = ClassificationDataConfig(train=shards / "train", valid=shards / "validate", regions="quarters", workers=0)
     with raises(ConfigError, "mismatch", "data.regions"):
         open_classification(data, classifier, lambda labels, names: labels, 4)
 
 
 def test_a_classifier_of_change_that_reads_pixels_refuses_regions(shards: Path) -> None:
     model = SimpleNamespace(name="change", config=SimpleNamespace(findings=("edema",)), inputs=Inputs(), modules=list)
-    data = ChangeDataConfig(
-        train=shards / "train", valid=shards / "validate", image=EvalTransform(size=32), regions="quarters", workers=0
-    )
+    data = ChangeDataConfig(train=shards / "train", valid=shards / "validate", regions="quarters", workers=0)
     with raises(ConfigError, "conflict", "data.regions"):
         open_change(data, model, 4)
