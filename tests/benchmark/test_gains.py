@@ -17,6 +17,7 @@ from medvl.benchmark import (
     CorpusConfig,
     Plan,
     StartConfig,
+    commands,
     plan_runs,
     read_benchmark,
     tasks,
@@ -212,22 +213,22 @@ def test_a_task_of_two_commands_ends_with_the_first_that_fails(tmp_path: Path, m
     given = {"zero-shot", "retrieval", "probe", "grounding", *(command.name for command in config.commands)}
     assert set(run.tasks) == given
     trained = tasks.Trained(run=run, checkpoint=tmp_path, origin=tmp_path, folder=tmp_path, other=Path)
-    commands, status = [], 0
+    called_with, status = [], 0
 
     def called(command: list[str], **options: Any) -> subprocess.CompletedProcess[str]:
-        commands.append(command[3:])
+        called_with.append(command[3:])
         if "segmentation" in command:
             (tmp_path / "results.json").touch()
         return subprocess.CompletedProcess(command, status, "", "medvl: no GPU [missing]")
 
-    monkeypatch.setattr(tasks.subprocess, "run", called)
-    tasks.run_command(trained, "lungs", tmp_path)
-    assert [command[:2] for command in commands] == [["train", "dense_transfer"], ["eval", "segmentation"]]
-    assert commands[0][commands[0].index("--train.run-dir") + 1] == str(tmp_path / "run")
-    commands, status = [], 1
+    monkeypatch.setattr(commands.subprocess, "run", called)
+    commands.run_command(trained, "lungs", tmp_path)
+    assert [command[:2] for command in called_with] == [["train", "dense_transfer"], ["eval", "segmentation"]]
+    assert called_with[0][called_with[0].index("--train.run-dir") + 1] == str(tmp_path / "run")
+    called_with, status = [], 1
     with raises(EvaluationError, "missing", "lungs"):
-        tasks.run_command(trained, "lungs", tmp_path)
-    assert len(commands) == 1
+        commands.run_command(trained, "lungs", tmp_path)
+    assert len(called_with) == 1
     further = {"prob": COLUMNS["probe"]}
     with raises(ConfigError, "unknown_name", "columns"):
         plan_runs(dataclasses.replace(config, columns={name: (column,) for name, column in further.items()}), tmp_path)

@@ -166,11 +166,12 @@ def _on_towers(model: System, fusion: FusionConfig, start: Path | str) -> Fusion
     pixels = {name: encoder[name] for name in ("mean", "std") if encoder[name] is not None}
     if encoder.get("stretch"):
         pixels |= {name: encoder[name] for name in ("image_size", "stretch")}
-    arguments = {
-        "image_arguments": {**own.image_arguments, **pixels},
-        "text_arguments": {**fusion.text_arguments, **own.text_arguments},
-    }
-    config = dataclasses.replace(fusion, **{name: getattr(own, name) for name in names}, **arguments)
+    config = dataclasses.replace(
+        fusion,
+        **{name: getattr(own, name) for name in names},
+        image_arguments={**own.image_arguments, **pixels},
+        text_arguments={**fusion.text_arguments, **own.text_arguments},
+    )
     fusion_model = create_model(config, tokenizer=model.tokenizer)
     assert isinstance(fusion_model, FusionModel)
     load_towers(fusion_model, start)

@@ -1,7 +1,7 @@
 """MedViLL: one BERT over an image's cells and its report (Moon et al., arXiv 2105.11333, JBHI 2022)."""
 
 import dataclasses
-from typing import Literal, Self, Unpack
+from typing import Any, Literal, Self, Unpack
 
 import torch
 from torch import Tensor
@@ -111,9 +111,9 @@ class MedViLL(JointBERT):
 
     def for_reading(self) -> Self:
         """See the base class: attention becomes bidirectional and training reads all cells, as in the released code."""
-        height, columns = self.image_encoder.grid(*self.image_encoder.image_size)
-        reads_all = self.config.image_tokens >= height * columns
-        if self.config.attention == "bidirectional" and reads_all:
+        encoder: Any = self.image_encoder
+        height, columns = encoder.grid(*encoder.image_size)
+        if self.config.attention == "bidirectional" and self.config.image_tokens >= height * columns:
             return self
         config = dataclasses.replace(
             self.config,
