@@ -50,4 +50,4 @@ def test_decubitus_films_are_frontal_in_subgroups_and_studies() -> None:
     assert [subgroups_of(sample).get("view") for sample in samples] == ["frontal", "frontal", "lateral", "frontal"]
     assert subgroups_of(samples[0])["projection"] == "AP"
     source = StudySource(Study())  # type: ignore[arg-type]
-    assert (source.pixels(0), source.other_pixels(0)) == ("AP LLD", "LATERAL")
+    assert source.two_images(0) == ("AP LLD", "LATERAL")
