@@ -9,20 +9,16 @@ from torch import nn
 from medvl.common.config_io import to_dict
 from medvl.common.seeding import seeded
 from medvl.models import create_model
-from medvl.models.locate import find_checkpoint, weights_sha256
 from medvl.train.config import OptimConfig, TrainConfig
 from medvl.train.loop.trainer import TrainResult, train
 from medvl.train.loop.validate import Evaluator
+from medvl.train.start import describe_start
 from medvl.train.tasks.common import DataLoaders, LoaderConfig
 from medvl.train.tasks.pretraining import open_data
 
 if TYPE_CHECKING:
     from medvl.train.recipe import Recipe
     from medvl.train.text_recipe import TextRecipe
-
-
-_START_FIELDS = ("init_from", "image_from", "text_from", "autoencoder")
-"""Settings of recipes that name the checkpoint of start weights."""
 
 
 class Settings(Protocol):
@@ -62,7 +58,7 @@ class Run:
     def train(self) -> TrainResult:
         """Train, or resume an interrupted run; raises as `medvl.train.train` does."""
         settings = to_dict(self.settings, leave_out=("model", "optim", "train"))  # checkpoints hold these elsewhere
-        start = _start_weights(self.settings)
+        start = describe_start(self.settings, self.model)
         return train(
             self.model,
             self.data.train,
@@ -72,13 +68,6 @@ class Run:
             config=self.settings.train,
             run={"recipe": self.recipe, "settings": settings, "start": start, **self.data.described},
         )
-
-
-def _start_weights(settings: Settings) -> dict[str, str]:
-    """Return the hashes of the checkpoints that a run starts from; the name of an encoder as it is."""
-    found = {name: getattr(settings, name, None) for name in _START_FIELDS}
-    folders = {name: find_checkpoint(source) for name, source in found.items() if source is not None}
-    return {name: weights_sha256(path) if path.is_dir() else str(path) for name, path in folders.items()}
 
 
 def pretraining(

@@ -1,6 +1,5 @@
 """Another command with the folder of a run: refused where it would train something else."""
 
-import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -9,8 +8,9 @@ import pytest
 from helpers import train_fakes as fakes
 from helpers.errors import raises
 
+from medvl.data.tokenizer.tokenizer import train_wordpiece
 from medvl.errors import CheckpointError
-from medvl.train.run import _start_weights
+from medvl.train.start import describe_start
 
 SETTINGS: dict[str, Any] = {
     "pretrained": False,
@@ -38,6 +38,7 @@ def run(folder: Path, **changes: Any) -> None:
         ({"start": {"init_from": "2e"}}, "start.init_from"),
         ({"pretrained": True}, "recipe.pretrained"),
         ({"uncertain": "zeros"}, "recipe.uncertain"),
+        ({"random_unet": True}, "recipe.random_unet"),
         ({"data": {**SETTINGS["data"], "image": {"size": 288}}}, "data.image.size"),
         ({"data": {**SETTINGS["data"], "text": {"min_tokens": 1}}}, "data.text.min_tokens"),
     ],
@@ -55,19 +56,39 @@ def test_folders_and_processes_may_change(tmp_path: Path) -> None:
     """Shards are compared by their content, and processes make no difference."""
     run(tmp_path)
     before = (tmp_path / "run/last").resolve()
-    run(tmp_path, data={**SETTINGS["data"], "train": "moved/a", "valid": "moved/b", "workers": 8, "valid_batch": 64})
+    moved = {"train": "moved/a", "valid": "moved/b", "valid_split": "dev", "workers": 8, "valid_batch": 64}
+    run(tmp_path, data={**SETTINGS["data"], **moved, "text": {"min_tokens": 3, "file": "moved/statements.jsonl"}})
     assert (tmp_path / "run/last").resolve() == before
 
 
-def test_checkpoints_are_described_by_their_weights(tmp_path: Path) -> None:
+def test_what_a_run_starts_from_is_described_by_content(tmp_path: Path) -> None:
     for name, content in (("one", b"1"), ("same", b"1"), ("other", b"2")):
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.json").write_text("{}")
         (tmp_path / name / "model.safetensors").write_bytes(content)
+
+    def described(**settings: Any) -> dict[str, str]:
+        data = SimpleNamespace(text=SimpleNamespace(file=settings.pop("file", None)))
+        return describe_start(SimpleNamespace(data=data, **settings), None)
+
+    for field in ("init_from", "image_weights", "file"):
+        folder = {"file": "model.safetensors"}.get(field, "")
+        one, same, other = (described(**{field: tmp_path / name / folder}) for name in ("one", "same", "other"))
+        assert one == same != other
+    model = SimpleNamespace(image_weights=str(tmp_path / "one/model.safetensors"))
+    assert list(described(model=model)) == ["model.image_weights"]
+    hub = "owner/name@d5892b39a4adaed74b92212a44081509db72f87b"
+    assert described(init_from=Path("timm:vit_tiny"), image_weights=hub) == {
+        "init_from": "timm:vit_tiny",
+        "image_weights": hub,
+    }
+    assert described(init_from=None) == {}
+
+
+def test_another_vocabulary_of_the_same_size_is_another_start() -> None:
+    settings = SimpleNamespace(data=None)
     one, same, other = (
-        _start_weights(SimpleNamespace(init_from=tmp_path / name, data=None)) for name in ("one", "same", "other")
+        describe_start(settings, SimpleNamespace(tokenizer=train_wordpiece([text], vocab_size=60, min_frequency=1)))
+        for text in ("left effusion", "left effusion", "right effusion")
     )
     assert one == same != other
-    assert json.loads(json.dumps(one)) == one
-    assert _start_weights(SimpleNamespace(init_from=Path("timm:vit_tiny"))) == {"init_from": "timm:vit_tiny"}
-    assert _start_weights(SimpleNamespace(init_from=None)) == {}

@@ -4,7 +4,7 @@ import dataclasses
 import json
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, Self
 
@@ -31,10 +31,14 @@ _log = logging.getLogger(__name__)
 
 _IDENTITY_FIELDS = ("seed", "global_batch", "accumulate", "grad_cache", "precision")
 """Fields of `TrainConfig` that always determine the weights."""
-_RECIPE_FIELDS = ("pretrained", "uncertain", "missing")
+_RECIPE_FIELDS = ("pretrained", "text_pretrained", "random_unet", "uncertain", "missing")
 """Settings of recipes that determine the start weights or the labels."""
-_NOT_IDENTITY = ("train", "valid", "extra_train", "tokenizer", "cache", "workers", "valid_batch", "max_skipped")
-"""Settings of the data that do not determine the batches, or that the loader's own check covers by content."""
+_NOT_IDENTITY = (
+    *("train", "valid", "valid_split", "extra_train", "tokenizer", "cache", "workers", "valid_batch", "max_skipped"),
+    "text.file",
+)
+"""Settings of the data that do not determine the batches, or that are compared by content: shards by the loader, a
+vocabulary and a file of statements in `start` (`medvl.train.start`)."""
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -208,8 +212,17 @@ def identity(model: nn.Module, run: Mapping[str, Any], rate: LearningRate) -> di
     settings = run.get("settings", {})
     described["start"] = run.get("start", {})  # hashes of checkpoints
     described["recipe"] = {name: settings[name] for name in _RECIPE_FIELDS if name in settings}
-    described["data"] = {name: value for name, value in settings.get("data", {}).items() if name not in _NOT_IDENTITY}
+    described["data"] = _without(settings.get("data", {}), _NOT_IDENTITY)
     return json.loads(json.dumps(described))
+
+
+def _without(tree: Mapping[str, Any], names: Collection[str], prefix: str = "") -> dict[str, Any]:
+    """Return a tree of settings without those of these dotted names."""
+    kept = {name: value for name, value in tree.items() if prefix + name not in names}
+    return {
+        name: _without(value, names, f"{prefix}{name}.") if isinstance(value, Mapping) else value
+        for name, value in kept.items()
+    }
 
 
 def check_identity(saved: Saved, expected: Mapping[str, Any]) -> None:
