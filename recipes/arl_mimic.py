@@ -26,9 +26,9 @@ paper = Recipe(
     model=ARLConfig(knowledge="knowledge/umls"),
     pretrained=True,
     data=DataConfig(
-        train="shards/roco/train",
-        extra_train=(Path("shards/medicat/train"), Path("shards/mimic-cxr/train")),
-        valid=Path("shards/roco/validation"),
+        train="shards/roco-references/train",
+        extra_train=(Path("shards/medicat-radiology/train"), Path("shards/mimic-cxr/train")),
+        valid=Path("shards/roco-references/validation"),
         text=RandomSection(),
         image=EvalTransform(size=288),
     ),
@@ -65,11 +65,12 @@ tiny = quickstart.fusion_recipe(
 )
 
 PRESETS = {"paper": paper, "tiny": tiny}
-MAKE_DATA = """medvl shards roco --root ROCO --splits repaired --references MEDICAT/roco_references --out shards/roco
-    medvl shards medicat --root MEDICAT --radiology-only --out shards/medicat
+MAKE_DATA = """medvl shards roco --root ROCO --splits repaired --references MEDICAT/roco_references \\
+        --out shards/roco-references
+    medvl shards medicat --root MEDICAT --radiology-only --out shards/medicat-radiology
     medvl shards mimic-cxr --root MIMIC-CXR --views PA AP --out shards/mimic-cxr
     medvl knowledge build --umls UMLS --out knowledge/umls \\
-        --shards shards/roco/train shards/medicat/train shards/mimic-cxr/train
+        --shards shards/roco-references/train shards/medicat-radiology/train shards/mimic-cxr/train
     medvl knowledge train --folder knowledge/umls"""
 PHANTOM = """medvl phantom quickstart
     medvl train convirt tiny

@@ -27,9 +27,9 @@ paper = Recipe(
     model=M3AEConfig(),
     pretrained=True,
     data=DataConfig(
-        train="shards/roco/train",
-        extra_train=(Path("shards/medicat/train"),),
-        valid=Path("shards/roco/validation"),
+        train="shards/roco-references/train",
+        extra_train=(Path("shards/medicat-radiology/train"),),
+        valid=Path("shards/roco-references/validation"),
         text=RandomSection(),
         image=EvalTransform(size=288),
     ),
@@ -82,8 +82,9 @@ tiny = Recipe(
 )
 
 PRESETS = {"paper": paper, "tiny": tiny}
-MAKE_DATA = """medvl shards roco --root ROCO --splits repaired --references MEDICAT/roco_references --out shards/roco
-    medvl shards medicat --root MEDICAT --radiology-only --out shards/medicat"""
+MAKE_DATA = """medvl shards roco --root ROCO --splits repaired --references MEDICAT/roco_references \\
+        --out shards/roco-references
+    medvl shards medicat --root MEDICAT --radiology-only --out shards/medicat-radiology"""
 PHANTOM = """medvl phantom roco --out quickstart/roco --patients 1500 --size 160
     medvl phantom medicat --out quickstart/medicat --patients 1500 --size 160
     medvl shards roco --root quickstart/roco --references quickstart/roco/roco_references \\

@@ -25,9 +25,9 @@ paper = Recipe(
     model=PTUnifierConfig(),
     pretrained=True,
     data=DataConfig(
-        train="shards/roco/train",
-        extra_train=(Path("shards/medicat/train"), Path("shards/mimic-cxr/train")),
-        valid=Path("shards/roco/validation"),
+        train="shards/roco-references/train",
+        extra_train=(Path("shards/medicat-radiology/train"), Path("shards/mimic-cxr/train")),
+        valid=Path("shards/roco-references/validation"),
         text=RandomSection(),
         image=ConVIRTAugmentation.crop(288, area=(0.9, 1.0)),
     ),
@@ -57,8 +57,9 @@ tiny = quickstart.fusion_recipe(
 )
 
 PRESETS = {"paper": paper, "tiny": tiny}
-MAKE_DATA = """medvl shards roco --root ROCO --splits repaired --references MEDICAT/roco_references --out shards/roco
-    medvl shards medicat --root MEDICAT --radiology-only --out shards/medicat
+MAKE_DATA = """medvl shards roco --root ROCO --splits repaired --references MEDICAT/roco_references \\
+        --out shards/roco-references
+    medvl shards medicat --root MEDICAT --radiology-only --out shards/medicat-radiology
     medvl shards mimic-cxr --root MIMIC-CXR --views PA AP --out shards/mimic-cxr"""
 prepare = pretraining_run("ptunifier_figures", MAKE_DATA)
 

@@ -2,7 +2,7 @@
 
 import functools
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -57,8 +57,8 @@ def check_data(plan: Plan, store: Store) -> None:
         advice = "restore the data, give another --out, or remove what was made with the other data"
         raise ConfigError(f"{message}{others}; {advice}", "mismatch", field=f"corpora.{run.corpus.name}")
     left = [run for run in plan.runs if store.state(run) == "to do" and {"matching", "reranking"} & {*run.tasks}]
-    for pairs in dict.fromkeys(run.corpus.pairs for run in left):
-        _check_sections(Path(pairs) / "test", plan.config.evaluation.sections)
+    folders = [Path(pairs) / "test" for pairs in dict.fromkeys(run.corpus.pairs for run in left)]
+    _check_sections([path for path in folders if (path / MANIFEST).is_file()], plan.config.evaluation.sections)
 
 
 def _changed_data(plan: Plan, store: Store) -> Iterator[tuple[Run, Path, Path]]:
@@ -90,18 +90,22 @@ def _with_regions(folder: Path, checkpoint: Path) -> str | None:
     return None if detector is None else ShardSource(folder, regions=find_regions(folder, detector)).fingerprint
 
 
-def _check_sections(folder: Path, sections: tuple[str, ...]) -> None:
-    """Raise ConfigError where no text of a folder has one of the sections."""
-    if not (folder / MANIFEST).is_file():
-        return
-    source, known = ShardSource(folder), set[str]()
-    for position in range(len(source)):
-        if known.issuperset(sections):
-            return
-        known |= source.sample(position).sections.keys()
-    for name in sections:
-        if name not in known:
-            message = f"no text of {folder} has a section {name!r}; {nearest(name, known)}"
+def _check_sections(folders: Sequence[Path], sections: tuple[str, ...]) -> None:
+    """Raise ConfigError where no text of a folder has any of the sections, or none of all folders has one of them."""
+    found: set[str] = set()
+    for folder in folders:
+        source, known = ShardSource(folder), set[str]()
+        for position in range(len(source)):
+            if known.issuperset(sections):
+                break
+            known |= source.sample(position).sections.keys()
+        if not known & {*sections}:
+            message = f"no text of {folder} has a section {' or '.join(map(repr, sections))}"
+            raise ConfigError(f"{message}; {nearest(sections[0], known)}", "unknown_name", field="evaluation.sections")
+        found |= known
+    for name in sections if folders else ():
+        if name not in found:
+            message = f"no text of {', '.join(map(str, folders))} has a section {name!r}; {nearest(name, found)}"
             raise ConfigError(message, "unknown_name", field="evaluation.sections")
 
 

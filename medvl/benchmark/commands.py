@@ -13,7 +13,7 @@ from medvl.benchmark.run import Run
 from medvl.benchmark.systems import recipe_module
 from medvl.common.interrupts import sigterm_interrupts
 from medvl.errors import ERROR_CODES, EvaluationError
-from medvl.models import system
+from medvl.models import VisualBERT, system
 from medvl.train.recipe_files import find_recipe
 
 if TYPE_CHECKING:
@@ -25,8 +25,9 @@ def question_size(run: Run) -> int:
 
     It is that of the recipe for questions, or of the pretraining where a system reads images of one size.
     """
-    if getattr(system(run.system), "numbers_cells", False):
-        return int(run.settings["model"]["image_size"])
+    cls, model = system(run.system), run.settings["model"]
+    if getattr(cls, "numbers_cells", False) or (issubclass(cls, VisualBERT) and model["image_positions"]):
+        return int(model["image_size"])
     presets = recipe_module(find_recipe("vqa_finetune")).PRESETS
     return int(presets[run.preset if run.preset in presets else "tiny"].data.image.size)
 

@@ -29,6 +29,8 @@ Weights = Literal["trained", "start"]
 State = Literal["finished", "failed", "to do"]
 COST, FAILURE, RUN, REFUSAL, SECONDS = "cost.json", "failure.json", "run.json", "refusal.json", "seconds.json"
 _RESULTS = "results.json"
+_PROTOCOL_VERSIONS = {"retrieval": 2, "reranking": 2, "reports": 2}
+"""Versions above 1 of the protocols of tasks: an evaluation of an earlier one is repeated."""
 _T = TypeVar("_T")
 
 
@@ -205,6 +207,8 @@ def _evaluation_hash(run: Run, task: str) -> str:
         common["shortlist_run"] = run.needs.get(run.evaluation.shortlist_system)
     if task == "questions":
         common |= {"steps": run.budget.steps, "finetune_steps": run.budget.finetune_steps, "batch": run.budget.batch}
+    if task in _PROTOCOL_VERSIONS:
+        common["protocol_version"] = _PROTOCOL_VERSIONS[task]
     if task == "reports" and run.corpus.reports == run.corpus.pairs:
         common["references"] = True  # generators and fusion-encoders compare the same images with other sections
     corpus = to_dict(run.corpus)

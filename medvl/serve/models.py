@@ -156,7 +156,8 @@ class ServedModel:
             scores |= zip(scorer.names, scorer.scored(image)[0].tolist(), strict=True)
             sentences |= scorer.sentences
         fitted = self.calibration.findings if self.calibration is not None and whole else {}
-        return [_scored(name, scores[name], sentences.get(name), fitted.get(name)) for name in names]
+        given = {name: fitted.get(name) for name in findings.names}  # not of free texts, whose sentences are others
+        return [_scored(name, scores[name], sentences.get(name), given.get(name)) for name in names]
 
     def heatmap(self, pixels: np.ndarray, text: str) -> dict[str, Any]:
         """Return the map of a text over the image: uint8 in base64, 0 outside of the model's crop, 1 low to 255 high.

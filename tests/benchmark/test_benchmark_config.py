@@ -10,7 +10,7 @@ import tyro
 from helpers.errors import raises
 
 from medvl.benchmark import BenchmarkConfig, CorpusConfig, Plan, list_benchmarks, plan_runs, read_benchmark
-from medvl.benchmark.commands import command_arguments
+from medvl.benchmark.commands import command_arguments, question_size
 from medvl.benchmark.config import MakeStep
 from medvl.benchmark.corpora import missing_steps
 from medvl.benchmark.settings import with_settings
@@ -359,6 +359,14 @@ def test_the_dry_run_names_models_that_cannot_be_built(tmp_path: Path, capsys: p
     assert "resnet_tiny" in wrong["clip,"]
     assert sum("wrong settings: " in line for line in printed) == 4
     assert "8 runs: 0 finished, 0 failed, 8 to do, 4 with wrong settings" in "\n".join(printed)
+
+
+def test_questions_of_systems_that_number_cells_have_the_size_of_their_pretraining(tmp_path: Path) -> None:
+    """VisualBERT does where its settings say so."""
+    changes = {"systems": ["visualbert", "medvill", "m3ae"], "settings.fusion.model.image_size": 160}
+    plan = plan_runs(read_benchmark("phantom-quick", changes), tmp_path)
+    sizes = {run.name: question_size(run) for run in plan.runs}
+    assert (sizes["visualbert"], sizes["medvill"], sizes["m3ae"]) == (160, 160, 112)
 
 
 @pytest.mark.parametrize(("name", "size"), [("medvill", 512), ("m3ae", 384)])

@@ -1,5 +1,6 @@
 """Store of a benchmark: damaged files and files of other versions are named, a cut-off line of records is left out."""
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -8,10 +9,12 @@ import numpy as np
 import pytest
 from helpers.errors import raises
 
-from medvl.benchmark import Plan, Store, plan_runs, read_benchmark
-from medvl.benchmark.pages.rows import measure_systems
+from medvl.benchmark import Column, Plan, Store, plan_runs, read_benchmark
+from medvl.benchmark.pages.rows import _measured, measure_systems
+from medvl.benchmark.ranks import comparable
 from medvl.benchmark.resamples import FILE, read_resamples, write_resamples
 from medvl.benchmark.store import (
+    _PROTOCOL_VERSIONS,
     COST,
     FAILURE,
     REFUSAL,
@@ -23,7 +26,9 @@ from medvl.benchmark.store import (
     read_run,
 )
 from medvl.errors import ConfigError, EvaluationError, MedvlError
-from medvl.eval import GeneratedReport, Results, evaluate_reports, write_results
+from medvl.eval import GeneratedReport, MetricRow, Results, evaluate_reports, write_results
+from medvl.eval.report_generation import evaluate as report_generation
+from medvl.eval.retrieval import image_text, rerank
 
 BENCHMARK = """
 name = "one"
@@ -157,3 +162,22 @@ def test_a_record_that_was_cut_off_is_left_out(tmp_path: Path) -> None:
     assert read_records(tmp_path) == []
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2}\n{"st')
     assert read_records(tmp_path) == [{"step": 1}, {"step": 2}]
+
+
+def test_versions_of_protocols_are_those_of_the_evaluators() -> None:
+    """An evaluation by an earlier version is repeated, and a command's is not compared with a later one."""
+    versions = {"retrieval": image_text.PROTOCOL_VERSION, "reranking": rerank.PROTOCOL_VERSION}
+    assert versions | {"reports": report_generation.PROTOCOL_VERSION} == _PROTOCOL_VERSIONS
+
+
+def test_results_of_two_versions_of_a_protocol_are_not_ranked(tmp_path: Path) -> None:
+    row = MetricRow(metric="f1", target="all", value=0.7, low=0.6, high=0.8, n=9)
+    old, new = (
+        _measured(
+            [(tmp_path, dataclasses.replace(RESULTS, protocol_version=version, rows=(row,)))],
+            Column(title="F1", metric="f1", targets=("all",)),
+        )
+        for version in (1, 2)
+    )
+    assert comparable([old, old])
+    assert not comparable([old, new])

@@ -173,7 +173,7 @@ def _measured(done: Sequence[tuple[Path, Results]], column: Column) -> Measured 
             errors.append((row.high - row.low) / 3.92)
             ends.append((row.low, row.high))
             resampled.append(read_resamples(folder, row.name))
-            over.add(_over(results, row))
+            over.add(f"{_over(results, row)} ({results.protocol} {results.protocol_version})")
     if not values:
         return None
     return Measured(

@@ -47,7 +47,7 @@ def vqa(
     from medvl.data.shards.source import ShardSource
     from medvl.eval.core.open import open_source
     from medvl.eval.vqa.evaluate import evaluate_answers
-    from medvl.eval.vqa.predict import question_data
+    from medvl.eval.vqa.predict import question_data, questions_beside
     from medvl.eval.vqa.protocol import get_protocol
 
     rules, shards = get_protocol(protocol), open_source(data)
@@ -64,6 +64,7 @@ def vqa(
         protocol=rules,
         split=split,
         vocabulary=answers.vocabulary,
+        elsewhere=questions_beside([data] if train is None else [train, data]),
         resamples=shared.resamples,
         inputs=answers.inputs,
     )

@@ -92,6 +92,7 @@ def evaluate_answers(
     protocol: VQAProtocol | str = PROTOCOL,
     split: str = "test",
     vocabulary: AnswerVocabulary | Literal["protocol"] | None = "protocol",
+    elsewhere: Sequence[Question] = (),
     resamples: int = 1000,
     seed: int = 0,
     inputs: Mapping[str, str | None] | None = None,
@@ -105,6 +106,7 @@ def evaluate_answers(
         split: split of the evaluated questions.
         vocabulary: answers of the model, for the ceiling (`model_vocabulary`); None for a model that generates them;
             default the protocol's own.
+        elsewhere: questions of further splits, whose answers a model's vocabulary may have too.
         resamples, seed: number and seed of the bootstrap resamples.
         inputs: further hashes for the results (the checkpoint).
 
@@ -121,7 +123,8 @@ def evaluate_answers(
     if vocabulary == "protocol":
         vocabulary = AnswerVocabulary.build(data.questions, protocol) if protocol.vocabulary else None
     elif vocabulary is not None:
-        protocol = _with_leak(protocol, vocabulary.leaked(data.questions, split, protocol), split)
+        others = [question for question in elsewhere if question.split != split]
+        protocol = _with_leak(protocol, vocabulary.leaked([*data.questions, *others], split, protocol), split)
     systems: dict[str, Predictions] = {} if predictions is None else {MODEL: predictions}
     systems |= baselines(data.part("train").questions, evaluated.questions, protocol)
     credits = {name: _credits(evaluated, answers, protocol) for name, answers in systems.items()}

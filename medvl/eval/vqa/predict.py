@@ -1,13 +1,13 @@
 """Answers of a model to the questions of a loader, and their accuracy during training."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
 import numpy as np
 import torch
 
-from medvl.data.annotations.questions import MIXED
+from medvl.data.annotations.questions import MIXED, Question
 from medvl.data.loading.vqa_source import QuestionSource
 from medvl.data.shards.format import MANIFEST
 from medvl.data.shards.source import ShardSource
@@ -81,6 +81,16 @@ def check_answer_types(protocol: VQAProtocol) -> None:
             f"protocol {protocol.name} needs a predicted answer type of each question, and the model predicts none"
         )
         raise EvaluationError(f"{message}; choose another protocol", "unsupported", field="protocol")
+
+
+def questions_beside(folders: Sequence[Path]) -> list[Question]:
+    """Return the questions of the splits of a corpus in the folders beside some of its folders, without theirs."""
+    own = {folder.resolve() for folder in folders}
+    beside = {path.parent.resolve() for folder in folders for path in folder.parent.glob(f"*/{MANIFEST}")}
+    corpora = {ShardSource(folder).manifest.corpus for folder in folders}
+    sources = [ShardSource(folder) for folder in sorted(beside - own)]
+    others = [source for source in sources if source.manifest.corpus in corpora]
+    return [*question_data(others).questions] if others else []
 
 
 def question_data(sources: Iterable[ShardSource]) -> VQAData:

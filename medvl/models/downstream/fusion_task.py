@@ -166,11 +166,13 @@ def _on_towers(model: System, fusion: FusionConfig, start: Path | str) -> Fusion
     pixels = {name: encoder[name] for name in ("mean", "std") if encoder[name] is not None}
     if encoder.get("stretch"):
         pixels |= {name: encoder[name] for name in ("image_size", "stretch")}
+    language: Any = model.get_submodule("text_encoder")
+    projection = {"projection": True} if language.config["projection"] else {}
     config = dataclasses.replace(
         fusion,
         **{name: getattr(own, name) for name in names},
         image_arguments={**own.image_arguments, **pixels},
-        text_arguments={**fusion.text_arguments, **own.text_arguments},
+        text_arguments={**fusion.text_arguments, **own.text_arguments, **projection},
     )
     fusion_model = create_model(config, tokenizer=model.tokenizer)
     assert isinstance(fusion_model, FusionModel)

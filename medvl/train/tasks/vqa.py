@@ -29,7 +29,8 @@ class VQADataConfig(LoaderConfig):
     """Split of the questions; in a corpus that splits questions instead of images, one folder has both splits."""
     valid_split: str = "validate"
     image: ConVIRTAugmentation | EvalTransform
-    """Transform of the training images, without flips, because answers name sides; validation uses the model's own."""
+    """Transform of the training images, without flips, because answers name sides; validation uses the model's own. An
+    `EvalTransform` gives the size alone: training images have the model's fit too."""
     together: int = 1
     """Number of questions about one image in succession in training. They share its crop, and the image is encoded
     once: 4 take about half the time of 1."""
@@ -64,7 +65,8 @@ def open_vqa(
     train, valid = open_split(data, one_folder=True)
     regions = bind_regions(model, train)
     questions = QuestionSource(train, data.train_split, answers, normalize)
-    loader = open_train(data, questions, batch, image=data.image, together=data.together, **options)
+    image = model.transform if isinstance(data.image, EvalTransform) else data.image
+    loader = open_train(data, questions, batch, image=image, together=data.together, **options)
     described = describe(train.manifest, None if valid is None else valid.manifest, **regions)
     if valid is None:
         return DataLoaders(loader, None, None, described)

@@ -426,3 +426,15 @@ def test_mumc_credits_the_constant_no_for_answers_that_contain_it(rad):
         for name in ("mumc", "m3ae")
     ]
     assert values == pytest.approx([0.317, 0.295], abs=5e-4)
+
+
+def test_answers_of_splits_that_are_not_given_are_no_leak():
+    """The published commands for SLAKE give train and test; the vocabulary of some protocols has validate's answers."""
+    own = AnswerVocabulary.of_model(["right lung", "left lung"], get_protocol("medvl"))
+    rest = [dataclasses.replace(one, split="validate") for one in TEST]
+    found = [
+        evaluate_answers(DATA, GOLD, vocabulary=own, elsewhere=elsewhere, resamples=0).results.config["rules"]["flaw"]
+        for elsewhere in ((), rest, TEST)
+    ]
+    assert "1 answers of test that no other split has" in found[0]
+    assert found[1:] == ["", found[0]]

@@ -296,3 +296,23 @@ def test_towers_keep_their_pixel_statistics_and_arguments(tmp_path: Path) -> Non
     image_BCHW = torch.randint(0, 256, (2, 1, 32, 32), dtype=torch.uint8)
     expected_BD = medclip.image_encoder(image_BCHW).pooled_BD
     torch.testing.assert_close(encoder.eval()(image_BCHW).pooled_BD, expected_BD)
+
+
+@pytest.mark.parametrize("name", ["vilt", "pixelbert", "medvill"])
+def test_heads_read_all_tokens_in_training(name: str) -> None:
+    """The draw of tokens belongs to the pretraining."""
+    model = FusedClassifier.on(tiny_model(name, TOKENIZER, image_tokens=2), LABELS).train()
+    batch = labelled()
+    seen = [model.train(mode).fusion_model.image_tokens(batch.image_BCHW).states_BND.shape[1] for mode in (True, False)]
+    assert seen[0] == seen[1] > 3
+
+
+@pytest.mark.parametrize("name", ["chexzero", "siglip"])
+def test_towers_with_a_projection_take_a_fusion_encoder(name: str, tmp_path: Path) -> None:
+    tower = "open_clip:ViT-B-32" if name == "chexzero" else "open_clip:ViT-B-16-SigLIP"
+    image = {"image_encoder": "resnet_tiny", "image_size": 32}
+    text = {"text_encoder": tower, "text_arguments": {"num_hidden_layers": 1, "width": 32, "heads": 2, "embed_dim": 8}}
+    save(medvl.create_model(name, tokenizer=TOKENIZER, max_tokens=20, **image, **text), tmp_path)
+    sizes = DualStreamConfig(width=16, layers=1, heads=2, intermediate=16)
+    model = create_fused_classifier(tmp_path, LABELS, fusion=sizes, modalities="image")
+    assert model.label_logits(labelled()).shape[1] == len(LABELS)

@@ -159,7 +159,7 @@ class FusionModel(TwoTowers):
         return logits_B2
 
     def for_reading(self) -> Self:
-        """Return the model for a head that reads images and texts; one that only writes texts changes its attention."""
+        """Return the model for a head that reads images and texts: without the draws and masks of the pretraining."""
         return self
 
     def answer_memory(self, fused: Fused) -> Tokens:
