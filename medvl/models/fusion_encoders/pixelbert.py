@@ -1,7 +1,6 @@
 """PixelBERT: a BERT over words and the cells of a CNN that is trained with it (Huang et al., arXiv 2004.00849)."""
 
 import dataclasses
-from typing import Self
 
 from torch import Tensor
 
@@ -42,11 +41,6 @@ class PixelBERT(BertStream):
     """
 
     Config = PixelBERTConfig
-
-    def for_reading(self) -> Self:
-        """See the base class: heads read all cells of the image, in training as well."""
-        self.config = dataclasses.replace(self.config, image_tokens=None)
-        return self
 
     def embed_image(self, features: ImageFeatures) -> Tensor:
         """See the base class; training samples `config.image_tokens` cells of each image."""

@@ -73,11 +73,6 @@ class ViLT(JointStream):
         model.load_encoders(pretrained, text=False)
         return model
 
-    def for_reading(self) -> Self:
-        """See the base class: heads read all tokens of the image, in training as well."""
-        self.config = dataclasses.replace(self.config, image_tokens=None)
-        return self
-
     def image_tokens(self, image: Tensor, has_image_B: Tensor | None = None) -> Tokens:
         """Embed the class token and the patches."""
         tokens = encode_present(has_image_B, self.fused_dim, self._embed_patches, image)

@@ -159,7 +159,12 @@ class FusionModel(TwoTowers):
         return logits_B2
 
     def for_reading(self) -> Self:
-        """Return the model for a head that reads images and texts: without the draws and masks of the pretraining."""
+        """Return the model for a head that reads images and texts: without the draws and masks of the pretraining.
+
+        Where the configuration has `image_tokens`, all tokens of an image are read in training as well.
+        """
+        if getattr(self.config, "image_tokens", None) is not None:
+            self.config = dataclasses.replace(self.config, image_tokens=None)
         return self
 
     def answer_memory(self, fused: Fused) -> Tokens:
