@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import medvl
 from medvl.common.files import write_atomic
 from medvl.common.folders import RunLock
 from medvl.common.untrusted import parse_json
@@ -19,7 +20,7 @@ from medvl.data.convert.plan import ShardPlan, count_by_split, shard_name
 from medvl.data.convert.private_folder import PrivateFolder
 from medvl.errors import ConfigError, ShardError
 
-_PACKAGES = ("medvl", "numpy", "opencv-python-headless", "pillow", "pydicom", "simplejpeg")
+_PACKAGES = ("numpy", "opencv-python-headless", "pillow", "pydicom", "simplejpeg")
 _IDENTITY = {
     "corpus": "the corpus' name",
     "options": "the options of the images or shards",
@@ -122,7 +123,8 @@ class Conversion:
 
 def package_versions() -> dict[str, str]:
     """Return the versions of the packages that determine the bytes of a shard."""
-    return {name: importlib.metadata.version(name) for name in _PACKAGES}
+    # medvl's own from the code: a checkout on PYTHONPATH is not installed.
+    return {"medvl": medvl.__version__, **{name: importlib.metadata.version(name) for name in _PACKAGES}}
 
 
 def _load(path: Path) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from typing import Any, Protocol
 import numpy as np
 from tqdm import tqdm
 
+import medvl
 from medvl.common.checks import check_within
 from medvl.common.files import write_atomic
 from medvl.common.folders import RunLock
@@ -30,7 +31,7 @@ from medvl.data.storage.location import require_local
 from medvl.errors import BudgetError, ConfigError, ImageError, ShardError
 
 _PROGRESS, _PLAN = ".progress", "plan.json"
-_PACKAGES = ("medvl", "numpy", "torch", "torchvision")
+_PACKAGES = ("numpy", "torch", "torchvision")
 
 
 class RegionDetector(Protocol):
@@ -135,7 +136,7 @@ class _Run:
             trained_on=self.detector.trained_on,
             source=self.source.manifest.fingerprint,
             shards=tuple(shards),
-            packages={name: importlib.metadata.version(name) for name in _PACKAGES},
+            packages={"medvl": medvl.__version__, **{name: importlib.metadata.version(name) for name in _PACKAGES}},
         )
 
     def check_finished(self) -> RegionManifest:

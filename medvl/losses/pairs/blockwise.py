@@ -13,22 +13,22 @@ logits and everything else stay in float32.
 B pairs, R rows of a block, E shared embedding dim.
 """
 
-import functools
-import importlib.util
 import math
-import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from medvl.losses.fused import fused_if_possible
 from medvl.losses.pairs.positives import same_pairs
 from medvl.losses.precision import full_precision
 
-_CPU_BLOCK_BYTES, _GPU_BLOCK_BYTES = 2**24, 2**29
+_CPU_BLOCK_BYTES, _GPU_BLOCK_BYTES = 2**24, 2**28
 """Memory of one block of logits: a few blocks fit into a CPU's caches; a GPU is faster with large products."""
+_ROW_PART = 2048
+"""A compiler divides the reduction of a longer row, and then reads it twice: here the parts are reduced first."""
 
 
 def info_nce(
@@ -42,9 +42,9 @@ def info_nce(
 ) -> Tensor:
     """Return the cross-entropy of both directions over logits `image_BE @ text_BE.T`, a scalar.
 
-    The log-sum-exp of the complete rows of a block is computed at once, and of the columns with a running maximum. The
-    backward pass recomputes each block, puts the softmax of both directions less the targets into one matrix, and
-    multiplies it with either side: four products instead of three, without passes over (B, B) in memory.
+    The log-sum-exp of the complete rows of a block is computed at once, and that of the columns adds up. The backward
+    pass recomputes each block, puts the softmax of both directions less the targets into one matrix, and multiplies it
+    with either side: four products instead of three, without passes over (B, B) in memory.
 
     Args:
         image_BE, text_BE: float32, one of them times the scale.
@@ -150,6 +150,9 @@ class _Products:
             image_BE[block] = _multiply(slope_RB, self._text_BE)
         if text_BE is not None and self.dtype == torch.float32:
             text_BE.addmm_(slope_RB.T, self._image_BE[block])
+        elif text_BE is not None and text_BE.is_cuda:
+            image_RE = self._image_BE[block]
+            torch.addmm(text_BE, slope_RB.T, image_RE, out_dtype=torch.float32, out=text_BE)
         elif text_BE is not None:
             text_BE += _multiply(slope_RB.T, self._image_BE[block])
 
@@ -161,11 +164,21 @@ def _multiply(left: Tensor, right: Tensor) -> Tensor:
     return left.float() @ right.float()
 
 
-def _gather_columns(logits_RB: Tensor, highest_B: Tensor, sum_B: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the log-sum-exp of a block's rows, and the running maximum and sum of exponentials of the columns."""
-    higher_B = torch.maximum(highest_B, logits_RB.amax(dim=0))
-    sum_B = sum_B * (highest_B - higher_B).exp_() + (logits_RB - higher_B).exp_().sum(dim=0)
-    return logits_RB.logsumexp(dim=1), higher_B, sum_B
+def _gather(logits_RB: Tensor, column_B: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the log-sum-exp of a block's rows, and the running one of the columns."""
+    part = math.gcd(logits_RB.shape[1], _ROW_PART)
+    if part < _ROW_PART:
+        row_R = _log_sum_exp(logits_RB, 1)
+    else:
+        row_R = _log_sum_exp(_log_sum_exp(logits_RB.unflatten(1, (-1, part)), 2), 1)
+    return row_R, torch.logaddexp(column_B, _log_sum_exp(logits_RB, 0))
+
+
+def _log_sum_exp(values: Tensor, dim: int) -> Tensor:
+    """Return the log-sum-exp of finite values. Compiled, this form reads them once, torch's own function twice."""
+    highest = values.amax(dim=dim, keepdim=True)
+    total = (values - highest).exp_().sum(dim=dim, keepdim=True)
+    return (highest + total.log_()).squeeze(dim)
 
 
 def _softmaxes(logits_RB: Tensor, row_R: Tensor, column_B: Tensor, dtype: torch.dtype) -> Tensor:
@@ -173,28 +186,6 @@ def _softmaxes(logits_RB: Tensor, row_R: Tensor, column_B: Tensor, dtype: torch.
     both_RB = (logits_RB - row_R[:, None]).exp_()
     both_RB += (logits_RB - column_B).exp_()
     return both_RB.to(dtype)
-
-
-@functools.cache
-def _fused(function: Callable[..., Any]) -> Callable[..., Any]:
-    return torch.compile(function)
-
-
-@functools.cache
-def _can_fuse() -> bool:
-    """Return whether Triton and a C compiler, which it calls, are installed."""
-    return importlib.util.find_spec("triton") is not None and any(map(shutil.which, ("gcc", "clang", "cc")))
-
-
-def _fused_if_possible(function: Callable[..., Any], tensor: Tensor) -> Callable[..., Any]:
-    """Return the function compiled into one kernel, where the tensor's device has a compiler.
-
-    Within a function that is compiled as a whole, the function itself: it becomes a part of that graph, and the search
-    for a compiler cannot be traced.
-    """
-    if torch.compiler.is_compiling():
-        return function
-    return _fused(function) if tensor.is_cuda and _can_fuse() else function
 
 
 class _InfoNCE(torch.autograd.Function):
@@ -211,14 +202,13 @@ class _InfoNCE(torch.autograd.Function):
         dtype: torch.dtype,
     ) -> Tensor:
         batch, products = len(image_BE), _Products(image_BE, text_BE, dtype)
-        gather = _fused_if_possible(_gather_columns, image_BE)
+        gather = fused_if_possible(_gather, image_BE)
         row_lse_B, own = image_BE.new_empty(batch), _PositiveLogits(image_BE, groups)
-        highest_B, sum_B = image_BE.new_full((batch,), -torch.inf), image_BE.new_zeros(batch)
+        column_lse_B = image_BE.new_full((batch,), -torch.inf)
         for block in _blocks(batch, rows):
             logits_RB = products.logits(block)
             own.add(logits_RB, block)
-            row_lse_B[block], highest_B, sum_B = gather(logits_RB, highest_B, sum_B)
-        column_lse_B = sum_B.log().add_(highest_B)
+            row_lse_B[block], column_lse_B = gather(logits_RB, column_lse_B)
         row_own_B, column_own_B, count_B = own.means()
         ctx.save_for_backward(image_BE, text_BE, row_lse_B, column_lse_B, count_B, *groups)
         ctx.image_weight, ctx.rows, ctx.dtype = image_weight, rows, dtype
@@ -234,7 +224,7 @@ class _InfoNCE(torch.autograd.Function):
         text_grad_BE = torch.zeros_like(text_BE) if wants_text else None
         # The weight of a direction goes into its log-sum-exp: exp(x - lse + ln w) is w times the softmax.
         row_B, column_B = row_lse_B - _log(weight), column_lse_B - _log(1 - weight)
-        products, softmaxes = _Products(image_BE, text_BE, ctx.dtype), _fused_if_possible(_softmaxes, image_BE)
+        products, softmaxes = _Products(image_BE, text_BE, ctx.dtype), fused_if_possible(_softmaxes, image_BE)
         with full_precision(image_BE):
             for block in _blocks(len(image_BE), ctx.rows):
                 logits_RB = products.logits(block)

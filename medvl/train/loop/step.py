@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -96,12 +97,14 @@ class Step:
             average_gradients(self._parameters, self.model.ranks)
         self.precision.unscale(self.optimizer)
         grad_norm = self.model.clip(self._parameters, self._clip_norm, self._clip_value)
-        finite = bool(grad_norm.isfinite())  # the step's only wait for the device
+        set_lr(self.optimizer, lr)
+        device_decides = self._device_decides()
+        finite = self._update_first(grad_norm) if device_decides else bool(grad_norm.isfinite())
         spike = finite and self._spikes is not None and self._spikes.observe(self._mean(losses))
         updated, scale_search = finite and not spike, False
         if updated:
-            set_lr(self.optimizer, lr)
-            self.precision.step(self.optimizer)
+            if not device_decides:
+                self.precision.step(self.optimizer)
             self.model.after_step(step)
         else:
             nonfinite_loss = not all(bool(loss.total.isfinite()) for loss in losses)
@@ -112,6 +115,27 @@ class Step:
         return StepResult(
             losses=losses, grad_norm=grad_norm, keys=keys, updated=updated, spike=spike, scale_search=scale_search
         )
+
+    def _device_decides(self) -> bool:
+        """Return whether the update itself is left out on the device after a non-finite norm: as Adam's fused one."""
+        fused = isinstance(self.optimizer, torch.optim.Adam) and self.optimizer.param_groups[0]["fused"]
+        by_host = self._spikes is not None or self.precision.scaler.is_enabled() or self.model.sharded
+        return bool(fused) and not by_host
+
+    def _update_first(self, grad_norm: Tensor) -> bool:
+        """Queue the update, which leaves the weights as they are unless the norm is finite, then wait for the norm.
+
+        The device computes the update while the host goes on to the next step. Returns whether the norm is finite.
+        """
+        is_finite, norm_is_known = grad_norm.isfinite(), torch.cuda.Event()
+        on_host = torch.empty((), dtype=torch.bool, pin_memory=True).copy_(is_finite, non_blocking=True)
+        norm_is_known.record()
+        optimizer: Any = self.optimizer
+        optimizer.found_inf = (~is_finite).float()  # by which torch's GradScaler tells it to skip a step
+        optimizer.step()
+        del optimizer.found_inf
+        norm_is_known.synchronize()  # the step's only wait for the device
+        return bool(on_host)
 
     def _with_counts(self, batches: Iterable[Batch], count: int) -> Iterable[Batch]:
         """Give each batch the mean counts of all micro-batches and ranks, where the model's losses are sums over them.

@@ -14,6 +14,7 @@ from helpers.train_fakes import one_rank
 from torch import Tensor
 
 from medvl import losses
+from medvl.losses import fused
 from medvl.losses.pairs import blockwise
 from medvl.losses.pairs.blockwise import info_nce, pairwise_sigmoid
 from medvl.losses.pairs.positives import same_pairs, text_ids
@@ -271,7 +272,7 @@ def test_passes_over_a_block_can_be_compiled(name: str, monkeypatch: pytest.Monk
         return value, *torch.autograd.grad(value, sides)
 
     plain = outcome()
-    monkeypatch.setattr(blockwise, "_fused_if_possible", lambda function, tensor: compiled(function))
+    monkeypatch.setattr(blockwise, "fused_if_possible", lambda function, tensor: compiled(function))
     for mine, expected in zip(outcome(), plain, strict=True):
         torch.testing.assert_close(mine, expected)
 
@@ -297,8 +298,8 @@ def test_blocks_equal_the_plain_form_in_double_precision(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """On a GPU the passes over a block are compiled, and runs in 16 bits multiply float32 in TF32."""
-    compiled, fused = set(), blockwise._fused
-    monkeypatch.setattr(blockwise, "_fused", lambda function: compiled.add(function.__name__) or fused(function))
+    compiled, compile = set(), fused._fused
+    monkeypatch.setattr(fused, "_fused", lambda function: compiled.add(function.__name__) or compile(function))
     image_BE, groups = 20 * units(700, 0, 64), (torch.arange(700) // 2, torch.arange(700) % 600) if in_groups else ()
     text_BE = F.normalize(image_BE / 20 + 1.5 * units(700, 1, 64), dim=1)
 
@@ -315,17 +316,17 @@ def test_blocks_equal_the_plain_form_in_double_precision(
         for mine, exact in zip(found, expected, strict=True):
             assert mine.dtype == torch.float32
             assert (mine.cpu() - exact).norm() < apart * exact.norm()
-    is_fused = device.type == "cuda" and blockwise._can_fuse()
-    assert compiled == ({"_gather_columns", "_softmaxes"} if is_fused else set())
+    is_fused = device.type == "cuda" and fused.can_fuse()
+    assert compiled == ({"_gather", "_softmaxes"} if is_fused else set())
 
 
 def test_a_compiled_step_does_not_search_for_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     """The search reads the file system, which breaks the graph: here as on a GPU."""
-    monkeypatch.setattr(blockwise, "_can_fuse", lambda: torch._dynamo.graph_break() is None)
+    monkeypatch.setattr(fused, "can_fuse", lambda: torch._dynamo.graph_break() is None)
     on_gpu = SimpleNamespace(is_cuda=True)
 
     def step(x: Tensor) -> Tensor:
-        return blockwise._fused_if_possible(torch.sin, on_gpu)(x)
+        return fused.fused_if_possible(torch.sin, on_gpu)(x)
 
     x = torch.ones(3)
     torch.testing.assert_close(torch.compile(step, fullgraph=True, backend="eager")(x), x.sin())
