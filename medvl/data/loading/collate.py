@@ -351,8 +351,15 @@ def _present(image_HWC: np.ndarray | None) -> np.ndarray:
     return image_HWC
 
 
-def init_worker(worker: int) -> None:
+_NICE = 5
+"""Lower priority of worker processes beside a GPU: where they use all cores, the process that queues its work comes
+first, and the GPU does not wait for it."""
+
+
+def init_worker(worker: int, *, beside_gpu: bool = False) -> None:
     """Set up a loader's worker process (`worker_init_fn` of torch's DataLoader)."""
     os.setpgid(0, 0)  # torchrun and Ctrl-C signal the process group; training needs its workers to finish the step
+    if beside_gpu:
+        os.nice(_NICE)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one process per core already; the thread pool breaks after a fork
     cv2.setNumThreads(0)

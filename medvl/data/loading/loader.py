@@ -7,6 +7,7 @@ randomness of a sample comes from (seed, epoch, key).
 
 import collections
 import contextlib
+import functools
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -196,7 +197,7 @@ class Loader:
             batch_sampler=sampler,
             num_workers=workers,
             collate_fn=PassErrors(self.collate),
-            worker_init_fn=init_worker,
+            worker_init_fn=functools.partial(init_worker, beside_gpu=torch.cuda.is_available()),
             prefetch_factor=4 if workers else None,
             persistent_workers=workers > 0,
             timeout=timeout if workers else 0,

@@ -6,6 +6,7 @@ position, and patients shared with an evaluation set are not noticed. `medvl sha
 shards, which have none of these limits. The randomness of a sample is that of other loaders: (seed, epoch, key).
 """
 
+import functools
 import hashlib
 import logging
 from collections import Counter
@@ -166,7 +167,7 @@ class WebdatasetLoader:
             self._stream,
             batch_size=None,
             num_workers=self._workers,
-            worker_init_fn=init_worker,
+            worker_init_fn=functools.partial(init_worker, beside_gpu=torch.cuda.is_available()),
             timeout=TIMEOUT if self._workers else 0,
             pin_memory=torch.cuda.is_available(),
         )

@@ -25,10 +25,10 @@ from medvl.losses.fused import fused_if_possible
 from medvl.losses.pairs.positives import same_pairs
 from medvl.losses.precision import full_precision
 
-_CPU_BLOCK_BYTES, _GPU_BLOCK_BYTES = 2**24, 2**28
+_CPU_BLOCK_BYTES, _GPU_BLOCK_BYTES = 2**24, 2**29
 """Memory of one block of logits: a few blocks fit into a CPU's caches; a GPU is faster with large products."""
-_ROW_PART = 2048
-"""A compiler divides the reduction of a longer row, and then reads it twice: here the parts are reduced first."""
+_ROW_PART = 1024
+"""Numbers of a row that a compiled kernel keeps in registers; it would read a longer row twice."""
 
 
 def info_nce(
@@ -209,6 +209,7 @@ class _InfoNCE(torch.autograd.Function):
             logits_RB = products.logits(block)
             own.add(logits_RB, block)
             row_lse_B[block], column_lse_B = gather(logits_RB, column_lse_B)
+            del logits_RB  # or it would be kept until the next block is there
         row_own_B, column_own_B, count_B = own.means()
         ctx.save_for_backward(image_BE, text_BE, row_lse_B, column_lse_B, count_B, *groups)
         ctx.image_weight, ctx.rows, ctx.dtype = image_weight, rows, dtype
@@ -240,6 +241,7 @@ class _InfoNCE(torch.autograd.Function):
                     own_R = (own_R - row_B[block]).exp() + (own_R - column_B[block]).exp()
                     slope_RB.diagonal(block.start).copy_(own_R - 1.0)
                 products.add_gradients(slope_RB, block, image_grad_BE, text_grad_BE)
+                del logits_RB, slope_RB
         share = grads[0] / len(image_BE)
         of_inputs = (None if grad is None else grad.mul_(share) for grad in (image_grad_BE, text_grad_BE))
         return *of_inputs, None, None, None, None

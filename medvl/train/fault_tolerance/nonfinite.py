@@ -51,7 +51,9 @@ class BufferGuard:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._model = model
+        kept = (module for module in model.modules() if not getattr(module, "written_once", False))
+        # Listed once: torch's walk through all modules takes milliseconds, in which a GPU waits in every step.
+        self._by_module = [module._buffers for module in kept]
         self._saved: list[Tensor] = []
 
     def save(self) -> None:
@@ -66,8 +68,7 @@ class BufferGuard:
         _copy(self._buffers(), self._saved)
 
     def _buffers(self) -> list[Tensor]:
-        kept = (module for module in self._model.modules() if not getattr(module, "written_once", False))
-        return [buffer for module in kept for buffer in module.buffers(recurse=False)]
+        return [buffer for buffers in self._by_module for buffer in buffers.values() if buffer is not None]
 
 
 def _copy(to: list[Tensor], source: list[Tensor]) -> None:

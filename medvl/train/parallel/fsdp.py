@@ -23,7 +23,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forwar
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.export import register_dataclass
 
-from medvl.errors import TrainingError
+from medvl.errors import ConfigError, TrainingError
 from medvl.schema import Batch, Losses
 from medvl.train.parallel.distributed import RankInfo, average_gradients, broadcast, shared_buffers
 from medvl.train.parallel.model import ParallelModel, parameter_name
@@ -60,8 +60,7 @@ class FSDPModel(ParallelModel):
             for method in getattr(module, "forward_methods", ()):
                 register_fsdp_forward_method(module, method)
         assert isinstance(trained, FSDPModule)
-        # Parameters that a rank's samples do not use (no masked word, say) get zero gradients, so that no rank hangs.
-        trained.set_reduce_scatter_unused_params(True)
+        _reduce_unused_parameters(trained, ranks)
         self._fsdp: FSDPModule = trained
         super().__init__(whole, trained, ranks)
 
@@ -216,3 +215,18 @@ def _shard_like(tensor: Tensor, parameter: Tensor | None) -> Tensor:
     if not isinstance(parameter, DTensor):
         return tensor
     return distribute_tensor(tensor.detach(), parameter.device_mesh, parameter.placements, src_data_rank=None)
+
+
+def _reduce_unused_parameters(model: FSDPModule, ranks: RankInfo) -> None:
+    """Give parameters that a rank's samples do not use (no masked word, say) zero gradients, so that no rank hangs.
+
+    Raises ConfigError where this torch cannot, and there are several ranks.
+    """
+    reduce = getattr(model, "set_reduce_scatter_unused_params", None)
+    if reduce is not None:
+        reduce(True)
+    elif ranks.size > 1:
+        reason = "with it, ranks could wait forever for gradients of parameters that one of them did not use"
+        advice = "install a newer one (2.13 has it), or leave shard_weights unset"
+        message = f"shard_weights cannot be used with torch {torch.__version__}: {reason}; {advice}"
+        raise ConfigError(message, "unsupported", field="shard_weights")
