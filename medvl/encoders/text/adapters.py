@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from medvl.encoders.base import group_by_depth
+from medvl.encoders.text.causal_attention import speed_up_causal_attention
 from medvl.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -231,6 +232,8 @@ class ClipAdapter(TextAdapter):
         if net.attn_mask is None:
             self.padded_length = int(net.context_length)
             self.pools_last_position = net.pool_type == "last"  # SigLIP; MobileCLIP pools its end token
+        else:
+            speed_up_causal_attention(net)
 
     def embed(self, net: Any, ids_BT: Tensor, **positions: Tensor) -> Tensor:
         """Return the embeddings; bidirectional models (SigLIP) get texts padded to full length, as in training."""
