@@ -27,8 +27,8 @@ WordPool = Literal["sum", "mean", "max"]
 _CHUNK_BYTES, _CHUNK_TENSORS = 2**30, 8
 """Memory of one chunk, and how many tensors of N * P * Q numbers forward and backward hold at once."""
 _LAYOUT, _GPU_LAYOUT = (1, 1), (8, 2)
-"""Multiple that regions and words are padded to, and factor of a chunk's memory. With 361 regions and 97 words a GPU's
-products have a fifth of the speed."""
+"""Multiple that regions and words are padded to, and factor of a chunk's memory. With 361 regions and 97 words, an
+H200's products take 2.6 times as long as with multiples of 8."""
 _KEPT_BYTES, _KEPT_TENSORS = 2**31, 4
 """Memory that all chunks may keep for the backward pass before they are recomputed, and their tensors per chunk."""
 _EPS = 1e-16
