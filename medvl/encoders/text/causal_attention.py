@@ -1,7 +1,5 @@
 """Attention of open_clip's causal text Transformers on a GPU, without a mask in memory."""
 
-from typing import Any
-
 from torch import Tensor, nn
 
 
@@ -11,10 +9,22 @@ class CausalAttention(nn.MultiheadAttention):
     Elsewhere this is `nn.MultiheadAttention`. The mask must be the causal one.
     """
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> tuple[Tensor, Tensor | None]:
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_padding_mask: Tensor | None = None,
+        need_weights: bool = True,
+        attn_mask: Tensor | None = None,
+        average_attn_weights: bool = True,
+        is_causal: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:
         """See the base class."""
-        is_causal = query.is_cuda and options.get("attn_mask") is not None
-        return super().forward(query, key, value, **{"is_causal": is_causal, **options})
+        is_causal = is_causal or (query.is_cuda and attn_mask is not None)
+        return super().forward(
+            query, key, value, key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal
+        )
 
 
 def speed_up_causal_attention(net: nn.Module) -> None:
