@@ -3,7 +3,9 @@
 import functools
 import importlib.util
 import shutil
+import sysconfig
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,8 +25,10 @@ def fused_if_possible(function: Callable[..., Any], tensor: Tensor) -> Callable[
 
 @functools.cache
 def can_fuse() -> bool:
-    """Return whether Triton and a C compiler, which it calls, are installed."""
-    return importlib.util.find_spec("triton") is not None and any(map(shutil.which, ("gcc", "clang", "cc")))
+    """Return whether Triton is installed, and what it calls: a C compiler, and Python's headers."""
+    has_headers = Path(sysconfig.get_path("include"), "Python.h").is_file()
+    has_compiler = any(map(shutil.which, ("gcc", "clang", "cc")))
+    return importlib.util.find_spec("triton") is not None and has_compiler and has_headers
 
 
 @functools.cache

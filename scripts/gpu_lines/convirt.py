@@ -89,7 +89,7 @@ class FromFiles:
     def _rate_in_epoch(self, training: Training, update: Callable[[int], object]) -> tuple[float, float]:
         """Return pairs per second within an epoch, and the share of time that they waited for data.
 
-        The clock starts when each worker has made a batch: these 24,000 images are an epoch of eight seconds, and the
+        The clock starts when each worker has made a batch: these 23,000 images are an epoch of eight seconds, and the
         second in which workers make their first batches would count for more than in an epoch of MIMIC-CXR.
         """
         stream, device = training.state.stream, training.state.ranks.device

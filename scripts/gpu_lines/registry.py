@@ -34,5 +34,5 @@ def targets(lines: Sequence[Line] = LINES) -> str:
         f"{line.seconds:.0f}{', optional' if line.optional else ''} |"
         for line in lines
     ]
-    head = "| line | what it measures | target | stock figure on one H200 | estimated seconds |"
+    head = "| line | what it measures | target | stock figure on one H200 | seconds |"
     return "\n".join([head, "|---|---|---|---|---|", *rows])

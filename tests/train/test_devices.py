@@ -62,10 +62,7 @@ def test_sharded_steps_on_one_device_equal_plain_ones(
 
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd", "lamb"])
 def test_optimizer_state_moves_with_the_model(optimizer: str, device: torch.device) -> None:
-    """From the CPU to the device and back. Without dropout, whose numbers are drawn by the device.
-
-    On a GPU the convolution of the patches is in TF32, as by default.
-    """
+    """From the CPU to the device and back. Without dropout, whose numbers are drawn by the device."""
     optim, cpu = fakes.optim(optimizer=optimizer, clip_norm=1.0, eps=1e-4), torch.device("cpu")
     model = SYSTEMS["clip"]().eval()
     whole = run_steps(step_of(copy.deepcopy(model), optim), "clip", range(6))

@@ -20,7 +20,6 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from medvl.encoders.base import Encoder
 from medvl.encoders.image.adapter import Size, VisionBackbone, VisionOutput
 from medvl.encoders.image.max_pooling import speed_up_max_pooling
-from medvl.encoders.image.patch_embedding import speed_up_patch_embedding
 from medvl.errors import ConfigError
 from medvl.schema import ImageFeatures
 
@@ -83,7 +82,6 @@ class ImageEncoder(Encoder):
     def __init__(self, vision: VisionBackbone, options: ImageOptions) -> None:
         super().__init__(options.name, vision.net, vision.adapter)
         speed_up_max_pooling(vision.net)
-        speed_up_patch_embedding(vision.net)
         self._adapter = vision.adapter
         self._pool = options.pool
         self._level = options.patch_level

@@ -17,6 +17,7 @@ from medvl.common.checks import check_choice
 from medvl.encoders.image.adapter import Size, VisionBackbone
 from medvl.encoders.image.encoder import ImageEncoder, ImageOptions, Pool
 from medvl.encoders.image.open_clip_models import build_open_clip
+from medvl.encoders.image.patch_embedding import speed_up_patch_embedding
 from medvl.encoders.image.pixelhop import build_pixelhop, pixelhop_arguments
 from medvl.encoders.image.raw_patches import build_raw_patches
 from medvl.encoders.image.six_stage_resnet import build_six_stage_resnet
@@ -173,6 +174,12 @@ def _resolve(name: str) -> tuple[str, str, ImagePreset | None]:
 
 
 def _build(library: str, model: str, arguments: dict[str, Any], options: ImageOptions) -> VisionBackbone:
+    vision = _build_plain(library, model, arguments, options)
+    speed_up_patch_embedding(vision.net)
+    return vision
+
+
+def _build_plain(library: str, model: str, arguments: dict[str, Any], options: ImageOptions) -> VisionBackbone:
     if library == "timm":
         return build_timm(model, arguments)
     if library == "torchvision":

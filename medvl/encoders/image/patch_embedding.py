@@ -1,4 +1,4 @@
-"""Patch embedding of vision Transformers as a matrix product on a GPU.
+"""Patch embedding as a matrix product on a GPU: of vision Transformers, Swin and ConvNeXt.
 
 Letters: those of `medvl.schema`; H' and W' are the patches of a column and of a row, K the numbers of a patch.
 """

@@ -12,6 +12,7 @@ texts share. On a GPU, torch.compile fuses the passes over a chunk, and regions 
 Shape letters: N images, M texts, B pairs, P regions, W words, E shared embedding, Q words of all texts of a chunk.
 """
 
+from collections.abc import Iterator, Sequence
 from typing import Any, Literal, get_args
 
 import torch
@@ -24,11 +25,12 @@ from medvl.losses.precision import full_precision, shapes
 
 WordPool = Literal["sum", "mean", "max"]
 
-_CHUNK_BYTES, _CHUNK_TENSORS = 2**30, 8
-"""Memory of one chunk, and how many tensors of N * P * Q numbers forward and backward hold at once."""
-_LAYOUT, _GPU_LAYOUT = (1, 1), (8, 2)
-"""Multiple that regions and words are padded to, and factor of a chunk's memory. With 361 regions and 97 words, an
-H200's products take 2.6 times as long as with multiples of 8."""
+_CHUNK_BYTES, _GPU_CHUNK_BYTES, _CHUNK_TENSORS = 2**30, 2**31, 8
+"""Memory of one chunk, on a CPU and on a GPU, and how many tensors of N * P * Q numbers forward and backward hold at
+once."""
+_MULTIPLE, _GPU_MULTIPLE = 1, 8
+"""Regions and words are padded to multiples of it. With 361 regions and 97 words, an H200's products take 2.6 times as
+long as with multiples of 8."""
 _KEPT_BYTES, _KEPT_TENSORS = 2**31, 4
 """Memory that all chunks may keep for the backward pass before they are recomputed, and their tensors per chunk."""
 _EPS = 1e-16
@@ -121,7 +123,7 @@ def gloria_similarity(
     * "max": temp2 times the largest r, as in its zero-shot code.
 
     A text without words has -temp2, the minimum for a word. Differentiable; `chunk` is the number of texts compared at
-    a time, by default as many as fit in 1 GiB, and affects only time and memory.
+    a time, by default as many as fit in 1 GiB (2 GiB on a GPU), and affects only time and memory.
 
     Raises ValueError on inconsistent shapes, a temperature of zero or below, or an unknown pool.
     """
@@ -133,10 +135,8 @@ def gloria_similarity(
     length_M = (word_mask_MW * place_W).amax(dim=1)
     order_M = length_M.argsort(descending=True)
     lengths = length_M[order_M].clamp(min=1).tolist()  # the only wait for the device
-    multiple, chunks = _GPU_LAYOUT if regions_NPE.is_cuda else _LAYOUT
+    multiple, chunk_bytes = (_GPU_MULTIPLE, _GPU_CHUNK_BYTES) if regions_NPE.is_cuda else (_MULTIPLE, _CHUNK_BYTES)
     images, regions = regions_NPE.shape[:2]
-    word_bytes = 4 * images * regions
-    recompute = torch.is_grad_enabled() and _KEPT_TENSORS * word_bytes * sum(lengths) > _KEPT_BYTES
     with full_precision(regions_NPE):
         regions_NPE = regions_NPE.float()
         # Padding may not be finite: set it to zero.
@@ -144,21 +144,19 @@ def gloria_similarity(
         mask_MW = word_mask_MW[order_M]
         regions_NPE, words_MWE, mask_MW = (_pad(each, multiple) for each in (regions_NPE, words_MWE, mask_MW))
         lengths = [length + -length % multiple for length in lengths]
-        compare = fused_if_possible(_compare, regions_NPE)
+        word_bytes = 4 * images * regions_NPE.shape[1]
+        recompute = torch.is_grad_enabled() and _KEPT_TENSORS * word_bytes * sum(lengths) > _KEPT_BYTES
+        # Not in evaluations: they have many sizes, each of which would be compiled.
+        compare = fused_if_possible(_compare, regions_NPE) if torch.is_grad_enabled() else _compare
         gram_NPP = regions_NPE @ regions_NPE.transpose(1, 2) if regions <= regions_NPE.shape[2] else None
         columns: list[Tensor] = []
-        start = 0
-        while start < len(lengths):
-            width = lengths[start]
-            step = chunk or max(1, chunks * _CHUNK_BYTES // max(1, _CHUNK_TENSORS * word_bytes * width))
-            taken = slice(start, start + step)
+        for taken, width in _chunks(lengths, chunk, chunk_bytes // max(1, _CHUNK_TENSORS * word_bytes)):
             texts = words_MWE[taken, :width], mask_MW[taken, :width]
             inputs = regions_NPE, gram_NPP, *texts, regions, temp1, temp2, pool
             if recompute:
                 columns.append(checkpoint(compare, *inputs, use_reentrant=False, preserve_rng_state=False))
             else:
                 columns.append(compare(*inputs))
-            start += step
         if not columns:
             return regions_NPE.new_zeros(images, 0)
         return torch.cat(columns, dim=1)[:, order_M.argsort()]
@@ -176,6 +174,15 @@ def gloria_attention(regions_BPE: Tensor, words_BWE: Tensor, word_mask_BW: Tenso
         words_BWE = words_BWE.float().masked_fill(~word_mask_BW[:, :, None], 0.0)
         attention_BPW = _attend(regions_BPE.float() @ words_BWE.transpose(1, 2), word_mask_BW[:, None], temp1)
         return attention_BPW.transpose(1, 2).masked_fill(~word_mask_BW[:, :, None], 0.0)
+
+
+def _chunks(lengths: Sequence[int], texts: int | None, words: int) -> Iterator[tuple[slice, int]]:
+    """Yield chunks of `texts` texts, or of up to `words` words with padding; and the length of their longest text."""
+    start = 0
+    while start < len(lengths):
+        taken = slice(start, start + (texts or max(1, words // lengths[start])))
+        yield taken, lengths[start]
+        start = taken.stop
 
 
 def _pad(rows: Tensor, multiple: int) -> Tensor:

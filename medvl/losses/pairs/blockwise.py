@@ -235,6 +235,7 @@ class _InfoNCE(torch.autograd.Function):
                     target_RB = weight / count_B[block, None] + (1 - weight) / count_B
                     slope_RB -= target_RB.masked_fill_(~same_pairs(*groups, rows=block), 0.0)
                     slope_RB = slope_RB.to(ctx.dtype)
+                    del target_RB
                 else:
                     slope_RB = softmaxes(logits_RB, row_B[block], column_B, ctx.dtype)
                     own_R = logits_RB.diagonal(block.start)

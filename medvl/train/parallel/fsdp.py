@@ -29,6 +29,8 @@ from medvl.train.parallel.distributed import RankInfo, average_gradients, broadc
 from medvl.train.parallel.model import ParallelModel, parameter_name
 
 _SHOWN_KEYS = 8
+_UNUSED = "set_reduce_scatter_unused_params"
+"""Method of `FSDPModule` that torch 2.11 does not have."""
 _CONTAINERS = (nn.ModuleDict, nn.ModuleList, nn.Sequential)
 
 
@@ -40,13 +42,17 @@ class FSDPModel(ParallelModel):
 
     Args:
         whole: a model on the CPU, set up for training.
-        ranks: two ranks or more.
+        ranks: two ranks or more; one in tests.
         compile: compile the repeated blocks, one by one: the hooks that gather weights run between compiled graphs.
+
+    Raises ConfigError on several ranks with a torch that is too old.
     """
 
     sharded = True
 
     def __init__(self, whole: nn.Module, ranks: RankInfo, *, compile: bool = False) -> None:
+        if ranks.size > 1:
+            _check_torch()
         _register_losses()
         for tensor in (*whole.parameters(), *whole.buffers()):
             broadcast([tensor], ranks.hosts)
@@ -60,7 +66,9 @@ class FSDPModel(ParallelModel):
             for method in getattr(module, "forward_methods", ()):
                 register_fsdp_forward_method(module, method)
         assert isinstance(trained, FSDPModule)
-        _reduce_unused_parameters(trained, ranks)
+        if hasattr(trained, _UNUSED):
+            # Parameters that a rank's samples do not use (no masked word, say) get zero gradients: no rank hangs.
+            trained.set_reduce_scatter_unused_params(True)
         self._fsdp: FSDPModule = trained
         super().__init__(whole, trained, ranks)
 
@@ -217,15 +225,9 @@ def _shard_like(tensor: Tensor, parameter: Tensor | None) -> Tensor:
     return distribute_tensor(tensor.detach(), parameter.device_mesh, parameter.placements, src_data_rank=None)
 
 
-def _reduce_unused_parameters(model: FSDPModule, ranks: RankInfo) -> None:
-    """Give parameters that a rank's samples do not use (no masked word, say) zero gradients, so that no rank hangs.
-
-    Raises ConfigError where this torch cannot, and there are several ranks.
-    """
-    reduce = getattr(model, "set_reduce_scatter_unused_params", None)
-    if reduce is not None:
-        reduce(True)
-    elif ranks.size > 1:
+def _check_torch() -> None:
+    """Raise ConfigError where this torch cannot reduce the gradients of parameters that one rank did not use."""
+    if not hasattr(FSDPModule, _UNUSED):
         reason = "with it, ranks could wait forever for gradients of parameters that one of them did not use"
         advice = "install a newer one (2.13 has it), or leave shard_weights unset"
         message = f"shard_weights cannot be used with torch {torch.__version__}: {reason}; {advice}"

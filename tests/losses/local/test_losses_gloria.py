@@ -136,6 +136,32 @@ def test_chunks_do_not_change_the_loss(regions: int, again: bool, monkeypatch: p
             torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=2e-6)
 
 
+@pytest.mark.fault("N1")
+@pytest.mark.parametrize("regions", [9, 24], ids=["by gram", "by context"])
+@pytest.mark.parametrize("chunk", [None, 2])
+@pytest.mark.parametrize("again", [False, True], ids=["kept", "again"])
+def test_padded_regions_and_words_do_not_change_the_loss(
+    regions: int, chunk: int | None, again: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a GPU."""
+    inputs = pairs(LENGTHS, regions)
+    plain = with_gradients(inputs, chunk=chunk)
+    compared: list[tuple[int, ...]] = []
+    compute = gloria._compare
+
+    def watched(*arguments: Any) -> Tensor:
+        compared.append((arguments[0].shape[1], arguments[2].shape[1]))
+        return compute(*arguments)
+
+    monkeypatch.setattr(gloria, "_compare", watched)
+    monkeypatch.setattr(gloria, "_MULTIPLE", 8)
+    if again:
+        monkeypatch.setattr(gloria, "_KEPT_BYTES", 0)
+    for ours, theirs in zip(with_gradients(inputs, chunk=chunk), plain, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=2e-6)
+    assert set(compared) == {(regions + -regions % 8, 8)}
+
+
 @pytest.mark.parametrize("temps", [(4.0, 5.0, 10.0), (1.0, 1.0, 1.0), (9.0, 2.0, 20.0)])
 def test_temperatures_are_applied_as_in_the_paper(temps: tuple[float, float, float]) -> None:
     temp1, temp2, temp3 = temps

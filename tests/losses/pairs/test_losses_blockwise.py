@@ -298,8 +298,8 @@ def test_blocks_equal_the_plain_form_in_double_precision(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """On a GPU the passes over a block are compiled, and runs in 16 bits multiply float32 in TF32."""
-    compiled, compile = set(), fused._fused
-    monkeypatch.setattr(fused, "_fused", lambda function: compiled.add(function.__name__) or compile(function))
+    compiled, original = set(), fused._fused
+    monkeypatch.setattr(fused, "_fused", lambda function: compiled.add(function.__name__) or original(function))
     image_BE, groups = 20 * units(700, 0, 64), (torch.arange(700) // 2, torch.arange(700) % 600) if in_groups else ()
     text_BE = F.normalize(image_BE / 20 + 1.5 * units(700, 1, 64), dim=1)
 

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -89,6 +90,34 @@ def test_non_finite_step_changes_no_weight_buffer_or_momentum(how: str, clip_nor
     assert result.nonfinite_keys() == ([] if how.startswith("gradient") else ["s2", "s3"])
     assert step(2, 0.1, [make_batch([6, 7])], 1).updated
     assert not torch.equal(model.image.weight, before["image.weight"])
+
+
+@pytest.mark.fault("F14")
+@pytest.mark.parametrize("amsgrad", [False, True])
+@pytest.mark.parametrize("how", WAYS)
+def test_update_that_the_device_leaves_out_changes_nothing(
+    how: str, amsgrad: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The path of a GPU, with Adam's fused kernel for the CPU: in the first step, and after one that was made."""
+    empty = torch.empty
+    monkeypatch.setattr(torch.cuda, "Event", lambda: SimpleNamespace(record=int, synchronize=int))
+    monkeypatch.setattr(torch, "empty", lambda *size, pin_memory=False, **options: empty(*size, **options))
+    batches = [[2, 3], [0, 1], [3, 4], [6, 7]]  # those with sample 3 are bad
+    outcomes = []
+    for fused in (True, False):
+        torch.manual_seed(0)
+        model = Sick(how)
+        step = fakes.step_of(model, fakes.optim(amsgrad=amsgrad, clip_norm=1.0, eps=0.01))
+        for group in step.optimizer.param_groups:
+            group["fused"] = fused
+        assert step._device_decides() is fused
+        results = [step(number, 0.01, [make_batch(rows)], 1) for number, rows in enumerate(batches)]
+        assert [result.updated for result in results] == [False, True, False, True]
+        assert "found_inf" not in vars(step.optimizer)
+        state = step.optimizer.state[model.image.weight]
+        outcomes.append([*model.state_dict().values(), *(value.float() for value in state.values())])
+    for ours, theirs in zip(*outcomes, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-7)
 
 
 def test_propagate_nonfinite_keeps_finite_losses() -> None:

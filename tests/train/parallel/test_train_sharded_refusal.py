@@ -1,0 +1,19 @@
+"""Sharding with a torch that cannot do it safely."""
+
+import dataclasses
+
+import pytest
+from helpers import train_fakes as fakes
+from helpers.errors import raises
+from torch.distributed.fsdp import FSDPModule
+
+from medvl.errors import ConfigError
+from medvl.train.parallel import fsdp
+
+
+def test_a_torch_that_cannot_reduce_unused_parameters_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before anything is exchanged: ranks could wait forever for gradients that one of them does not have."""
+    monkeypatch.delattr(FSDPModule, fsdp._UNUSED)
+    ranks = dataclasses.replace(fakes.ONE_RANK, size=2)
+    with raises(ConfigError, "unsupported", "shard_weights"):
+        fsdp.FSDPModel(fakes.Regression(), ranks)
