@@ -127,14 +127,18 @@ class Step:
 
         The device computes the update while the host goes on to the next step. Returns whether the norm is finite.
         """
-        is_finite, norm_is_known = grad_norm.isfinite(), torch.cuda.Event()
-        on_host = torch.empty((), dtype=torch.bool, pin_memory=True).copy_(is_finite, non_blocking=True)
-        norm_is_known.record()
+        is_finite = on_host = grad_norm.isfinite()
+        norm_is_known = None
+        if is_finite.is_cuda:
+            on_host = torch.empty((), dtype=torch.bool, pin_memory=True).copy_(is_finite, non_blocking=True)
+            norm_is_known = torch.cuda.Event()
+            norm_is_known.record()
         optimizer: Any = self.optimizer
         optimizer.found_inf = (~is_finite).float()  # by which torch's GradScaler tells it to skip a step
         optimizer.step()
         del optimizer.found_inf
-        norm_is_known.synchronize()  # the step's only wait for the device
+        if norm_is_known is not None:
+            norm_is_known.synchronize()  # the step's only wait for the device
         return bool(on_host)
 
     def _with_counts(self, batches: Iterable[Batch], count: int) -> Iterable[Batch]:
