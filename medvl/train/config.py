@@ -176,8 +176,8 @@ class TrainConfig:
     """Use deterministic algorithms where a GPU has them; slower. On a CPU all algorithms are deterministic."""
     shard_weights: bool = False
     """Shard weights, gradients and optimiser state over the ranks (FSDP), for models whose training does not fit into
-    one device: the same run up to rounding, and the same checkpoints. No effect on one rank. See
-    `medvl.train.parallel.fsdp`."""
+    one device: the same run up to rounding, and the same checkpoints. No effect on one rank. Refused with torch 2.11,
+    which cannot reduce the gradients of parameters that a rank did not use. See `medvl.train.parallel.fsdp`."""
     sharded_checkpoints: bool = False
     """With `shard_weights`: every rank writes its part of weights and optimiser (`torch.distributed.checkpoint`), where
     otherwise rank 0 gathers and writes all of them. Any number of ranks resumes either kind."""
