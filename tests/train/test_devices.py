@@ -12,7 +12,7 @@ from helpers.train_fakes import one_rank, step_of
 from torch import Tensor, nn
 
 from medvl.train.loop.step import Step
-from medvl.train.optim.optimizer import load_optimizer_tensors, optimizer_tensors
+from medvl.train.optim.optimizer import build_optimizer, load_optimizer_tensors, optimizer_tensors
 from medvl.train.parallel.distributed import RankInfo, machine_settings
 from medvl.train.parallel.fsdp import FSDPModel
 
@@ -75,6 +75,34 @@ def test_optimizer_state_moves_with_the_model(optimizer: str, device: torch.devi
         parts += run_steps(step, "clip", range(2 * number, 2 * number + 2))
         state = {name: tensor.cpu().clone() for name, tensor in optimizer_tensors(step.optimizer, model).items()}
     assert parts == [pytest.approx(pair, rel=5e-3) for pair in whole]
+
+
+@pytest.mark.parametrize("optimizer", ["adam", "adamw", "sgd", "lamb"])
+def test_a_restored_state_has_the_strides_of_the_weights(optimizer: str, device: torch.device) -> None:
+    """Files hold contiguous tensors, and fused kernels refuse moments that are laid out unlike their weights."""
+    image_BCHW = torch.rand(2, 3, 6, 6, generator=torch.Generator().manual_seed(0)).to(device)
+    first = nn.Conv2d(3, 4, 3).to(device, memory_format=torch.channels_last)
+    second = copy.deepcopy(first)
+    assert not first.weight.is_contiguous()
+
+    def step(model: nn.Module, built: torch.optim.Optimizer) -> None:
+        model(image_BCHW).square().mean().backward()
+        built.step()
+        built.zero_grad()
+
+    whole, before, after = (
+        build_optimizer(model, fakes.optim(optimizer=optimizer)) for model in (first, second, second)
+    )
+    step(first, whole)
+    step(second, before)
+    stored = {name: tensor.cpu().contiguous().clone() for name, tensor in optimizer_tensors(before, second).items()}
+    load_optimizer_tensors(after, second, stored)
+    moments = [value for value in after.state[second.weight].values() if isinstance(value, Tensor) and value.ndim]
+    assert moments
+    assert {moment.stride() for moment in moments} == {second.weight.stride()}
+    step(first, whole)
+    step(second, after)
+    torch.testing.assert_close(second.weight, first.weight)
 
 
 @pytest.mark.fault("F17")

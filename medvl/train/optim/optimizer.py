@@ -88,8 +88,8 @@ def optimizer_tensors(optimizer: torch.optim.Optimizer, model: nn.Module) -> dic
 
 def load_optimizer_tensors(optimizer: torch.optim.Optimizer, model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
     """Load what `optimizer_tensors` returned. Raises CheckpointError where it belongs to other parameters."""
-    indices = {name: index for index, name in enumerate(_names(model, optimizer).values())}
-    shapes = {name: parameter.shape for parameter, name in _names(model, optimizer).items()}
+    parameters = {name: parameter for parameter, name in _names(model, optimizer).items()}
+    indices = {name: index for index, name in enumerate(parameters)}
     state: dict[int, dict[str, Tensor]] = {}
     for full_name, tensor in tensors.items():
         name, _, key = full_name.rpartition(STATE_SEPARATOR)
@@ -97,15 +97,20 @@ def load_optimizer_tensors(optimizer: torch.optim.Optimizer, model: nn.Module, t
             raise CheckpointError(
                 f"the optimiser state has a parameter {name!r} that this run does not train", "mismatch", field=name
             )
-        if tensor.ndim and tensor.shape != shapes[name]:
-            raise CheckpointError(
-                f"the optimiser state of {name!r} has shape {tuple(tensor.shape)}, the parameter {tuple(shapes[name])}",
-                "mismatch",
-                field=name,
-            )
-        state.setdefault(indices[name], {})[key] = tensor
+        shape = parameters[name].shape
+        if tensor.ndim and tensor.shape != shape:
+            message = f"the optimiser state of {name!r} has shape {tuple(tensor.shape)}, the parameter {tuple(shape)}"
+            raise CheckpointError(message, "mismatch", field=name)
+        state.setdefault(indices[name], {})[key] = _laid_out_as(parameters[name], tensor)
     # load_state_dict moves each tensor to its parameter's device and dtype, except the step counts.
     optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
+
+
+def _laid_out_as(parameter: nn.Parameter, tensor: Tensor) -> Tensor:
+    """Return a moment with its parameter's strides, which fused kernels require. Files hold contiguous tensors."""
+    if not tensor.ndim or tensor.stride() == parameter.stride():
+        return tensor
+    return torch.empty_strided(tensor.shape, parameter.stride(), dtype=tensor.dtype, device=tensor.device).copy_(tensor)
 
 
 def _by_kind(group: Mapping[str, Any]) -> list[dict[str, Any]]:
