@@ -4,6 +4,7 @@
     python scripts/results.py --write    # replace them where they stand; a table without results keeps what it has
     python scripts/results.py --benchmark quickstart/benchmark --write    # those of `medvl benchmark --out`
     python scripts/results.py --benchmark continued --prefix continued- --write    # those whose names begin so
+    python scripts/results.py --benchmark real --prefix real- --machine "one NVIDIA H100" --write    # made elsewhere
     python scripts/results.py --write --commits 4deac0a 596b8e3    # of results that do not say theirs
 
 Each table stands between two HTML comments, with the commit, the date and the machine of its results. RESULTS.md holds
@@ -170,12 +171,13 @@ def main() -> None:
     parser.add_argument("--benchmark", type=Path, help="folder of `medvl benchmark`, whose tables are read instead")
     parser.add_argument("--prefix", default="", help="first part of the names of the benchmark's tables there")
     parser.add_argument("--commits", nargs="+", default=[], help="commits of results that do not say theirs")
+    parser.add_argument("--machine", default="", help="machine of the results, by default this one's processor")
     options = parser.parse_args()
     texts = {document: document.read_text(encoding="utf-8") for document in DOCUMENTS}
     tables = own_tables(options.folder) if options.benchmark is None else benchmark_tables(options.benchmark)
     for own_name, (lines, commits) in tables.items():
         name = options.prefix + own_name
-        lines = f"{lines}\n\n{provenance(commits or options.commits)}"
+        lines = f"{lines}\n\n{provenance(commits or options.commits, options.machine)}"
         print(f"{name}\n{lines}\n")
         texts = {document: replace(text, name, lines) for document, text in texts.items()}
     if options.write:
@@ -236,16 +238,17 @@ def cell(results: Results, metric: str, target: str, subgroup: str = "") -> str:
     return f"{row.value:.3f}" if math.isnan(row.low) else f"{row.value:.3f} [{row.low:.3f}, {row.high:.3f}]"
 
 
-def provenance(commits: Sequence[str] = ()) -> str:
-    """Return the commits of the evaluations, by default the current one, and the date and processor of this call."""
+def provenance(commits: Sequence[str] = (), machine: str = "") -> str:
+    """Return the commits of the evaluations, by default the current one, the date of this call, and the machine, by
+    default the processor of this one."""
     if not commits:
         command = ["git", "rev-parse", "--short", "HEAD"]
         commits = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
     info = Path("/proc/cpuinfo")
     model = re.search(r"model name\s*: (.*)", info.read_text()) if info.is_file() else None
-    processor = model.group(1) if model else platform.processor()
+    machine = machine or (model.group(1) if model else platform.processor())
     title = "Commit" if len(commits) == 1 else "Commits"
-    return f"{title} {', '.join(commits)}, {datetime.date.today().isoformat()}, {processor}."
+    return f"{title} {', '.join(commits)}, {datetime.date.today().isoformat()}, {machine}."
 
 
 def replace(text: str, name: str, lines: str) -> str:

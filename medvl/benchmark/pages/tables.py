@@ -185,7 +185,7 @@ def cost_table(found: Measurements, group: tuple[str, str], rows: Sequence[Syste
         rows=lines,
         caption="Means over seeds. Training: steps times the median time of a step, also where a run was interrupted. "
         "CPU: processor time of the training process, not known of runs that were resumed. Memory: peak of the GPU, or "
-        "of the process on a CPU.",
+        "of the process on a CPU. Evaluations that were interrupted: the time of their last part.",
     )
 
 
