@@ -2,11 +2,9 @@
 
 import dataclasses
 import hashlib
-import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
-import cv2
 import numpy as np
 import torch
 from torch import Tensor
@@ -349,17 +347,3 @@ class Collate:
 def _present(image_HWC: np.ndarray | None) -> np.ndarray:
     assert image_HWC is not None, "the ItemMaker and Collate of a loader have the same inputs"
     return image_HWC
-
-
-_NICE = 5
-"""Lower priority of worker processes beside a GPU: where they use all cores, the process that queues its work comes
-first, and the GPU does not wait for it."""
-
-
-def init_worker(worker: int, *, beside_gpu: bool = False) -> None:
-    """Set up a loader's worker process (`worker_init_fn` of torch's DataLoader)."""
-    os.setpgid(0, 0)  # torchrun and Ctrl-C signal the process group; training needs its workers to finish the step
-    if beside_gpu:
-        os.nice(_NICE)
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one process per core already; the thread pool breaks after a fork
-    cv2.setNumThreads(0)

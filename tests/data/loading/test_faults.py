@@ -108,6 +108,22 @@ def test_dead_or_hung_worker_raises_without_deadlock(fault: Callable[[], object]
     assert not multiprocessing.active_children(), "a worker is still running"
 
 
+@pytest.mark.fault("F4")
+def test_workers_end_at_the_sigterm_of_their_parent_alone() -> None:
+    """systemd and SLURM send it to all processes of a job, of which the training ends with a checkpoint."""
+
+    def end() -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    loader = open_loader(FaultySource(end), batch=2, train=False, workers=1, **SETTINGS)
+    keys = [key for batch in loader for key in batch.keys]
+    assert keys == [f"k{number}" for number in range(12)]
+    [worker] = multiprocessing.active_children()  # the same in each epoch
+    worker.terminate()
+    worker.join(30)
+    assert worker.exitcode == 0
+
+
 @pytest.mark.fault("F6")
 def test_exceptions_raised_in_a_worker_are_not_translated() -> None:
     def broken() -> None:
