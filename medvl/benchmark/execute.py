@@ -15,6 +15,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from medvl.benchmark.commands import run_command
 from medvl.benchmark.resamples import write_resamples
 from medvl.benchmark.run import Run
@@ -141,7 +143,7 @@ def _train(run: Run, store: Store) -> None:
     began, used = time.monotonic(), _cpu_seconds()
     training.train()
     del training
-    gc.collect()  # the loader's workers end, whose time is counted then
+    _free_memory()  # the loader's workers end, whose time is counted then
     spent = {"wall_seconds": time.monotonic() - began, "cpu_seconds": _cpu_seconds() - used}
     cost = {"parameters": parameters, "resumed": resumed, **spent, **_measured(folder / "run")}
     _write(folder / COST, cost)
@@ -159,6 +161,12 @@ def _save_start(run: Run, store: Store) -> None:
         start.rename(folder / _START)
 
 
+def _free_memory() -> None:
+    """Give back the memory of what is not used any more, that of a GPU to its other processes."""
+    gc.collect()
+    torch.cuda.empty_cache()
+
+
 def _cpu_seconds() -> float:
     """Return the processor time of this process and of its finished children."""
     used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
@@ -167,8 +175,6 @@ def _cpu_seconds() -> float:
 
 def _measured(run_dir: Path) -> dict[str, Any]:
     """Return speed, memory and device of a finished training, from its records."""
-    import torch
-
     records = read_records(run_dir)
     timings = [record["timing"] for record in records if record["kind"] == "train"]
     rates = [timing["pairs_per_second"] for timing in timings]
@@ -202,6 +208,7 @@ def _evaluate(run: Run, store: Store, weights: Weights, task: str, folder: Path)
             result = TASKS[task].evaluate(trained)
             write_results(result.results, folder, result.predictions())
         else:
+            _free_memory()
             run_command(trained, task, folder)
         write_resamples(folder, run.evaluation.resamples)
     except MedvlError as error:

@@ -81,9 +81,10 @@ def test_optimizer_state_moves_with_the_model(optimizer: str, device: torch.devi
 def test_a_restored_state_has_the_strides_of_the_weights(optimizer: str, device: torch.device) -> None:
     """Files hold contiguous tensors, and fused kernels refuse moments that are laid out unlike their weights."""
     image_BCHW = torch.rand(2, 3, 6, 6, generator=torch.Generator().manual_seed(0)).to(device)
-    first = nn.Conv2d(3, 4, 3).to(device, memory_format=torch.channels_last)
+    first = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Conv2d(4, 2, 1)).to(device).to(memory_format=torch.channels_last)
     second = copy.deepcopy(first)
-    assert not first.weight.is_contiguous()
+    weight = second[0].weight
+    assert not weight.is_contiguous()
 
     def step(model: nn.Module, built: torch.optim.Optimizer) -> None:
         model(image_BCHW).square().mean().backward()
@@ -97,12 +98,25 @@ def test_a_restored_state_has_the_strides_of_the_weights(optimizer: str, device:
     step(second, before)
     stored = {name: tensor.cpu().contiguous().clone() for name, tensor in optimizer_tensors(before, second).items()}
     load_optimizer_tensors(after, second, stored)
-    moments = [value for value in after.state[second.weight].values() if isinstance(value, Tensor) and value.ndim]
+    moments = [value for value in after.state[weight].values() if isinstance(value, Tensor) and value.ndim]
     assert moments
-    assert {moment.stride() for moment in moments} == {second.weight.stride()}
+    assert {moment.stride() for moment in moments} == {weight.stride()}
     step(first, whole)
     step(second, after)
-    torch.testing.assert_close(second.weight, first.weight)
+    torch.testing.assert_close(second.state_dict(), first.state_dict())
+
+
+@pytest.mark.parametrize("optimizer", ["adam", "adamw", "sgd", "lamb"])
+def test_a_parameter_may_get_its_first_gradient_later(optimizer: str, device: torch.device) -> None:
+    """As the parts of UNITER and LXMERT do, which train one task in a step."""
+    model = nn.ModuleList([nn.Linear(2, 1), nn.Linear(2, 1)]).to(device)
+    built = build_optimizer(model, fakes.optim(optimizer=optimizer))
+    start = copy.deepcopy(model.state_dict())
+    for part in (0, 1, 0):
+        model[part](torch.ones(3, 2, device=device)).square().mean().backward()
+        built.step()
+        built.zero_grad()
+    assert all(not torch.equal(tensor, start[name]) for name, tensor in model.state_dict().items())
 
 
 @pytest.mark.fault("F17")

@@ -156,7 +156,13 @@ class Step:
         return [dataclasses.replace(batch, mean_counts_K=mean_K) for batch in placed]
 
     def place(self, batch: Batch) -> Batch:
-        """Return the batch on this rank's device, in the model's memory format."""
+        """Return the batch on this rank's device, in the model's memory format.
+
+        From the first batch on in which rows share an image or lack one, cuDNN does not benchmark its algorithms for
+        each number of images, which takes seconds; `machine_settings` restores this.
+        """
+        if not (batch.image_of_B is None and batch.has_image_B is None and batch.has_text_B is None):
+            torch.backends.cudnn.benchmark = False
         return place(batch, self.model.ranks.device, self._channels_last)
 
     def _accumulate(self, step: int, micro: int, batch: Batch, count: int) -> Losses:

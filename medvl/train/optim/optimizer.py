@@ -46,19 +46,21 @@ def parameter_groups(model: nn.Module, config: OptimConfig) -> list[dict[str, An
 
 
 def build_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.Optimizer:
-    """Build the optimiser over `parameter_groups`; fused on a GPU. A group's `lr_scale` is its rate divided by `lr`.
+    """Build the optimiser over `parameter_groups`; Adam's is fused on a GPU. A group's `lr_scale` is its rate divided
+    by `lr`.
 
-    A group of a sharded model is split in two, because a fused kernel takes only parameters of one kind.
+    A group of a sharded model is split in two, because a fused kernel takes only parameters of one kind. SGD is not
+    fused: torch's kernel fails where a parameter gets its first gradient in a later update than others.
     """
     groups = [part for group in parameter_groups(model, config) for part in _by_kind(group)]
     for group in groups:
         group["lr_scale"] = group.get("lr", config.lr) / config.lr
-    fused = all(parameter.is_cuda for group in groups for parameter in group["params"]) or None
     if config.optimizer == "sgd":
-        return torch.optim.SGD(groups, lr=config.lr, momentum=config.momentum, fused=fused)
+        return torch.optim.SGD(groups, lr=config.lr, momentum=config.momentum)
     if config.optimizer == "lamb":
         return Lamb(groups, lr=config.lr, betas=config.betas, eps=config.eps)
     kind = torch.optim.AdamW if config.optimizer == "adamw" else torch.optim.Adam
+    fused = all(parameter.is_cuda for group in groups for parameter in group["params"]) or None
     return kind(groups, lr=config.lr, betas=config.betas, eps=config.eps, amsgrad=config.amsgrad, fused=fused)
 
 
@@ -108,7 +110,8 @@ def load_optimizer_tensors(optimizer: torch.optim.Optimizer, model: nn.Module, t
 
 def _laid_out_as(parameter: nn.Parameter, tensor: Tensor) -> Tensor:
     """Return a moment with its parameter's strides, which fused kernels require. Files hold contiguous tensors."""
-    if not tensor.ndim or tensor.stride() == parameter.stride():
+    strides = zip(tensor.shape, tensor.stride(), parameter.stride(), strict=False)  # a step count has none
+    if all(own == wanted for size, own, wanted in strides if size > 1):
         return tensor
     return torch.empty_strided(tensor.shape, parameter.stride(), dtype=tensor.dtype, device=tensor.device).copy_(tensor)
 

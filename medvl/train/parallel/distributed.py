@@ -208,17 +208,14 @@ def machine_settings(ranks: RankInfo, num_threads: int | None, deterministic: bo
     other actively, so that one of them on a busy core slows down all. torchrun gives each of several ranks one thread,
     which would leave cores idle; a single rank takes at most the threads that torch has. On a GPU, 16-bit runs
     multiply what remains in float32 (above all the losses) in TensorFloat32 (10 bits), which is eight times as fast;
-    cuDNN benchmarks its algorithms for each shape of a convolution unless they must be deterministic; and attention
-    leaves cuDNN out, which torch prefers on Hopper and Blackwell: it plans every new shape anew, and batches have texts
-    of ever new numbers and lengths.
+    and cuDNN benchmarks its algorithms for each shape of a convolution unless they must be deterministic, or (`Step`)
+    batches have ever new numbers of images.
     """
     threads_before = torch.get_num_threads()
     algorithms_before = torch.are_deterministic_algorithms_enabled()
     matmul_before, benchmark_before = torch.get_float32_matmul_precision(), torch.backends.cudnn.benchmark
-    attention_before = torch.backends.cuda.cudnn_sdp_enabled()
     if ranks.device.type == "cuda":
         torch.backends.cudnn.benchmark = not deterministic
-        torch.backends.cuda.enable_cudnn_sdp(False)
         if precision != "fp32":
             torch.set_float32_matmul_precision("high")
     if num_threads is None and ranks.device.type == "cpu" and (ranks.size > 1 or threads_before > 1):
@@ -237,7 +234,6 @@ def machine_settings(ranks: RankInfo, num_threads: int | None, deterministic: bo
         torch.use_deterministic_algorithms(algorithms_before)
         torch.set_float32_matmul_precision(matmul_before)
         torch.backends.cudnn.benchmark = benchmark_before
-        torch.backends.cuda.enable_cudnn_sdp(attention_before)
 
 
 def cpu_cores() -> int:

@@ -1,5 +1,6 @@
 """The step against plain PyTorch: accumulation, clipping, groups, rates, precision, seeds."""
 
+import dataclasses
 import itertools
 import math
 
@@ -8,7 +9,7 @@ import torch
 from helpers import train_fakes as fakes
 from helpers.errors import raises
 from helpers.train_fakes import FakeLoader, Regression, TwoTowers, TwoTowersConfig, make_batch, step_of
-from torch import nn
+from torch import Tensor, nn
 
 from medvl.common.seeding import derive
 from medvl.data import EvalTransform
@@ -151,6 +152,26 @@ def test_channels_last_reaches_the_model() -> None:
     model.linear = nn.Linear(3 * fakes.SIZE**2, 1)
     step_of(model, fakes.optim(), channels_last=True)(0, 1e-2, [batch], 1)
     assert seen == [True]
+
+
+@pytest.mark.parametrize(
+    ("fields", "during"),
+    [
+        ({}, True),
+        ({"image_of_B": torch.tensor([0, 0])}, False),
+        ({"has_image_B": torch.tensor([True, False])}, False),
+        ({"has_text_B": torch.tensor([True, False])}, False),
+    ],
+)
+def test_cudnn_does_not_benchmark_every_number_of_images(
+    fields: dict[str, Tensor], during: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows that share an image, or lack one, make batches of ever new numbers of images."""
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
+    step = step_of(Regression(), fakes.optim())
+    step.place(dataclasses.replace(make_batch([0, 1]), **fields))
+    step.place(make_batch([0, 1]))
+    assert torch.backends.cudnn.benchmark is during
 
 
 class Towers(nn.Module):

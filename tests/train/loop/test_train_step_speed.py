@@ -269,24 +269,22 @@ def test_attention_dropout_defaults_to_the_encoder(name: str) -> None:
 @pytest.mark.parametrize(
     ("device", "precision", "deterministic", "during"),
     [
-        ("cuda", "bf16", False, ("high", True, False)),
-        ("cuda", "fp32", False, ("highest", True, False)),
-        ("cuda", "fp16", True, ("high", False, False)),
-        ("cpu", "bf16", False, ("highest", False, True)),
+        ("cuda", "bf16", False, ("high", True)),
+        ("cuda", "fp32", False, ("highest", True)),
+        ("cuda", "fp16", True, ("high", False)),
+        ("cpu", "bf16", False, ("highest", False)),
     ],
 )
-def test_machine_settings_set_gpu_precision_and_algorithms(
-    device: str, precision: str, deterministic: bool, during: tuple[str, bool, bool]
+def test_machine_settings_set_gpu_precision_and_benchmarking(
+    device: str, precision: str, deterministic: bool, during: tuple[str, bool]
 ) -> None:
-    """TensorFloat32 beside 16 bits, cuDNN's trials unless results are to be repeatable, attention without cuDNN's plans
-    of each shape; afterwards as it was."""
+    """TensorFloat32 beside 16 bits, cuDNN's trials unless results are to be repeatable; afterwards as it was."""
 
-    def settings() -> tuple[str, bool, bool]:
-        cudnn_attention = torch.backends.cuda.cudnn_sdp_enabled()
-        return torch.get_float32_matmul_precision(), torch.backends.cudnn.benchmark, cudnn_attention
+    def settings() -> tuple[str, bool]:
+        return torch.get_float32_matmul_precision(), torch.backends.cudnn.benchmark
 
     before = settings()
     ranks = RankInfo(rank=0, size=1, local_size=1, device=torch.device(device))
     with machine_settings(ranks, None, deterministic, precision):
         assert settings() == during
-    assert settings() == before == ("highest", False, True)
+    assert settings() == before == ("highest", False)
