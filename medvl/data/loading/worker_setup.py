@@ -18,8 +18,9 @@ def init_worker(worker: int, *, beside_gpu: bool = False) -> None:
     leaves; systemd and SLURM signal every process of a job with SIGTERM, which a worker heeds from its parent alone.
     """
     os.setpgid(0, 0)
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # before there are threads, which inherit it
-    threading.Thread(target=_end_for_parent, daemon=True).start()
+    if hasattr(signal, "sigwaitinfo"):  # macOS has none
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # before there are threads, which inherit it
+        threading.Thread(target=_end_for_parent, daemon=True).start()
     if beside_gpu:
         os.nice(_NICE)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one process per core already; the thread pool breaks after a fork
