@@ -14,6 +14,7 @@ from medvl.benchmark.store import COST, Store, read_evaluation
 from medvl.benchmark.tasks import tested_folder
 from medvl.common.config_io import from_dict, nearest
 from medvl.data import ShardSource
+from medvl.data.loading.studies import StudySource
 from medvl.data.shards.format import MANIFEST, Manifest
 from medvl.data.shards.regions import find_regions
 from medvl.errors import ConfigError, MedvlError
@@ -80,14 +81,16 @@ def _changed_data(plan: Plan, store: Store) -> Iterator[tuple[Run, Path, Path]]:
             made = found.inputs.get("manifest") if isinstance(found, Results) else None
             if folder is None or made is None or (manifest := read(folder)) is None:
                 continue
-            if made not in (manifest.fingerprint, _with_regions(folder, checkpoint)):
+            if made not in _fingerprints(folder, manifest, checkpoint):
                 yield run, folder, results
 
 
-def _with_regions(folder: Path, checkpoint: Path) -> str | None:
-    """Return the hash of shards with the regions of a checkpoint's detector; None for a model of pixels."""
-    detector = detector_of(checkpoint)
-    return None if detector is None else ShardSource(folder, regions=find_regions(folder, detector)).fingerprint
+def _fingerprints(folder: Path, manifest: Manifest, checkpoint: Path) -> Iterator[str]:
+    """Yield the hashes that an evaluation notes for shards: of images, of a detector's regions, of whole studies."""
+    yield manifest.fingerprint
+    if (detector := detector_of(checkpoint)) is not None:
+        yield ShardSource(folder, regions=find_regions(folder, detector)).fingerprint
+    yield StudySource(ShardSource(folder)).fingerprint
 
 
 def _check_sections(folders: Sequence[Path], sections: tuple[str, ...]) -> None:

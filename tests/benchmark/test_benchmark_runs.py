@@ -38,6 +38,8 @@ from medvl.benchmark.store import Cost
 from medvl.cli import main as cli
 from medvl.common.folders import RunLock
 from medvl.common.peak_memory import peak_resident_bytes
+from medvl.data import ShardSource
+from medvl.data.loading.studies import StudySource
 from medvl.data.shards.format import Manifest
 from medvl.errors import ConfigError, CorpusError, EvaluationError, SplitError
 from medvl.eval import Results, read_results, write_results
@@ -251,7 +253,8 @@ def test_results_of_other_data_are_refused(file: Path, tmp_path: Path) -> None:
         check_data(plan, store)
     save(model, folder, {"train_manifest": train.to_json()})
     results = store.evaluation(run, "trained", "zero-shot")
-    for manifest, code in ((test.fingerprint, None), (train.fingerprint, "mismatch"), (None, None)):
+    studies = StudySource(ShardSource(f"{run.corpus.pairs}/test")).fingerprint  # of a system that reads two views
+    for manifest, code in ((test.fingerprint, None), (train.fingerprint, "mismatch"), (studies, None), (None, None)):
         inputs = {"manifest": manifest}
         write_results(Results(protocol="zero_shot", protocol_version=1, rows=(), config={}, inputs=inputs), results)
         with raises(ConfigError, code, "corpora.phantom", names=str(results)) if code else contextlib.nullcontext():

@@ -1,6 +1,7 @@
 """Programs in processes of their own, forked from one that has imported the libraries: their start costs a tenth of a
 second instead of five."""
 
+import ctypes
 import faulthandler
 import multiprocessing
 import os
@@ -96,6 +97,8 @@ def _become(
     # A crash in a library's C code says where: first the line of Python, then the C++ frames of all threads.
     torch._C._set_print_stack_traces_on_fatal_signal(True)
     faulthandler.enable(file=2)
+    if sys.platform == "linux":
+        _handle_signals_on_the_usual_stack()
     os.environ.clear()
     os.environ.update(environment)
     os.chdir(folder)
@@ -110,6 +113,20 @@ def _become(
             runpy.run_module(words[1], run_name="__main__", alter_sys=True)
         else:
             runpy.run_path(words[0], run_name="__main__")
+
+
+class _SignalStack(ctypes.Structure):
+    """`stack_t` of Linux, see sigaltstack(2)."""
+
+    _fields_ = (("pointer", ctypes.c_void_p), ("flags", ctypes.c_int), ("size", ctypes.c_size_t))
+
+
+def _handle_signals_on_the_usual_stack() -> None:
+    """Switch off the signal stack of faulthandler: torch's frames do not fit in it, and overwrite the heap beside it."""
+    disable = 2
+    off = _SignalStack(None, disable, 0)
+    if ctypes.CDLL(None, use_errno=True).sigaltstack(ctypes.byref(off), None):
+        raise OSError(ctypes.get_errno(), "cannot switch off the signal stack")
 
 
 _run = subprocess.run
