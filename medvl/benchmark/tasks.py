@@ -36,11 +36,11 @@ from medvl.eval import (
     zero_shot,
 )
 from medvl.eval.core.full_pass import input_hashes
-from medvl.eval.core.open import open_source
+from medvl.eval.core.open import load_model, open_source
 from medvl.eval.vqa.evaluate import GAIN, QUESTION_ONLY, subgroup_of
 from medvl.eval.zero_shot_classification.evaluate import common_classes
 from medvl.eval.zero_shot_classification.prompts import default_prompts
-from medvl.models import KAD, MRM, DualEncoder, FusionModel, MedKLIP, R2Gen, System, load, system
+from medvl.models import KAD, MRM, DualEncoder, FusionModel, MedKLIP, R2Gen, System, system
 from medvl.schema import Inputs
 from medvl.train.recipe_files import find_recipe
 
@@ -129,7 +129,7 @@ def _grounding(trained: Trained) -> Any:
 
 
 def _probe(trained: Trained) -> Any:
-    model = load(trained.checkpoint)
+    model = load_model(trained.checkpoint)
     encoder = ProbedEncoder.from_model(model, name=model.name)
     home = Path(trained.run.corpus.pairs)
     _labelled(trained)  # refuses patients of its training data; a probe reads no regions
@@ -156,7 +156,7 @@ def _sections(trained: Trained) -> tuple[str, ...]:
 
 
 def _matching(trained: Trained) -> Any:
-    model: Any = load(trained.checkpoint)
+    model: Any = load_model(trained.checkpoint)
     loader = _read(trained, model, _test(trained), sections=trained.run.evaluation.sections)
     return image_text_matching(model, loader, resamples=trained.run.evaluation.resamples)
 
@@ -165,7 +165,7 @@ def _reranking(trained: Trained) -> Any:
     given, sections = trained.run.evaluation, trained.run.evaluation.sections
     proposer = trained.other(given.shortlist_system)
     [dual_encoder] = load_ensemble([proposer])
-    model: Any = load(trained.checkpoint)
+    model: Any = load_model(trained.checkpoint)
     test = open_source(_test(trained), [proposer])
     candidates = ShortlistModel(dual_encoder, _read(trained, dual_encoder, test, sections=sections))
     loader = _read(trained, model, _test(trained), sections=sections)
@@ -206,7 +206,7 @@ def _questions(trained: Trained) -> Any:
         train["global_batch"] = budget.batch
     tree = {"init_from": trained.checkpoint, "data": data, "train": train, "optim": optim}
     recipe.prepare(with_settings(preset, tree, "questions")).train()
-    model: Any = load(run_dir / budget.weights)
+    model: Any = load_model(run_dir / budget.weights)
     training, test = ShardSource(home / "train"), open_source(home / "test", [run_dir / budget.weights])
     rules = get_protocol("medvl")
     questions: Any = QuestionSource(test, "test", model.config.answers, rules.normalize)
@@ -224,7 +224,7 @@ def _questions(trained: Trained) -> Any:
 
 
 def _reports(trained: Trained) -> Any:
-    model: Any = load(trained.checkpoint)
+    model: Any = load_model(trained.checkpoint)
     run = trained.run
     sections = _sections(trained)
     inputs = Inputs(other_view=model.inputs.other_view)

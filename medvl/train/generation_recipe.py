@@ -99,7 +99,7 @@ def generation_run(name: str, make_data: str, phantom: str = "") -> "Callable[[G
             recipe=name,
             settings=recipe,
             model=model,
-            data=open_generation(recipe.data, model, recipe.train.micro_batch),
+            data=open_generation(recipe.data, model, recipe.train.micro_batch, recipe.train.device),
         )
 
     return prepare

@@ -37,8 +37,14 @@ def resolve_device(device: str) -> str:
 
 
 def load_model(checkpoint: Path, device: str = "auto") -> System:
-    """Load the model of a checkpoint, in eval mode, onto a device. Raises CheckpointError."""
-    return load(checkpoint).to(resolve_device(device))
+    """Load the model of a checkpoint, in eval mode, onto a device. Raises CheckpointError.
+
+    On a CPU convolutions compute in `channels_last`, which is up to twice as fast there and equal up to rounding.
+    """
+    model = load(checkpoint).to(resolve_device(device))
+    if model.device.type == "cpu":
+        torch.nn.utils.convert_conv2d_weight_memory_format(model, torch.channels_last)
+    return model
 
 
 def load_ensemble(checkpoints: Sequence[Path], device: str = "auto") -> list[DualEncoder]:

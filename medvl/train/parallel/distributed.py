@@ -214,26 +214,32 @@ def machine_settings(ranks: RankInfo, num_threads: int | None, deterministic: bo
     threads_before = torch.get_num_threads()
     algorithms_before = torch.are_deterministic_algorithms_enabled()
     matmul_before, benchmark_before = torch.get_float32_matmul_precision(), torch.backends.cudnn.benchmark
-    if ranks.device.type == "cuda":
-        torch.backends.cudnn.benchmark = not deterministic
-        if precision != "fp32":
-            torch.set_float32_matmul_precision("high")
-    if num_threads is None and ranks.device.type == "cpu" and (ranks.size > 1 or threads_before > 1):
-        most = threads_before if ranks.size == 1 else max(1, cpu_cores() // ranks.local_size)
-        num_threads = max(1, min(most, ranks.on_main(idle_cores) // ranks.local_size))
-        if num_threads < most:
-            _log.info("%d threads per rank instead of %d: other cores are busy", num_threads, most)
-    if num_threads is not None:
-        torch.set_num_threads(num_threads)
-    if deterministic:
-        torch.use_deterministic_algorithms(True)
     try:
+        if ranks.device.type == "cuda":
+            torch.backends.cudnn.benchmark = not deterministic
+            if precision != "fp32":
+                torch.set_float32_matmul_precision("high")
+        if (threads := _threads(ranks, num_threads, threads_before)) is not None:
+            torch.set_num_threads(threads)
+        if deterministic:
+            torch.use_deterministic_algorithms(True)
         yield
     finally:
         torch.set_num_threads(threads_before)
         torch.use_deterministic_algorithms(algorithms_before)
         torch.set_float32_matmul_precision(matmul_before)
         torch.backends.cudnn.benchmark = benchmark_before
+
+
+def _threads(ranks: RankInfo, wanted: int | None, available: int) -> int | None:
+    """Return the number of CPU threads of each rank; None leaves torch's."""
+    if wanted is not None or ranks.device.type != "cpu" or (ranks.size == 1 and available == 1):
+        return wanted
+    most = available if ranks.size == 1 else max(1, cpu_cores() // ranks.local_size)
+    threads = max(1, min(most, ranks.on_main(idle_cores) // ranks.local_size))
+    if threads < most:
+        _log.info("%d threads per rank instead of %d: other cores are busy", threads, most)
+    return threads
 
 
 def cpu_cores() -> int:

@@ -6,7 +6,7 @@ import json
 import logging
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -87,10 +87,13 @@ def open_images(data: ImageDataConfig, model: Any, micro_batch: int) -> DataLoad
     return DataLoaders(loader, losses, images, described)
 
 
-def open_generation(data: GenerationDataConfig, model: Any, micro_batch: int) -> DataLoaders:
+def open_generation(
+    data: GenerationDataConfig, model: Any, micro_batch: int, device: Literal["auto", "cpu", "cuda"] = "auto"
+) -> DataLoaders:
     """Open the loaders of a latent diffusion run for this rank, and measure the latents' scale where it is not known.
 
-    With `data.cache`, rank 0 encodes what is not in the cache yet while the others wait.
+    With `data.cache`, rank 0 encodes what is not in the cache yet while the others wait, on a GPU unless `device` is
+    "cpu".
 
     Raises ShardError, SplitError and ConfigError as `open_images`.
     """
@@ -105,7 +108,7 @@ def open_generation(data: GenerationDataConfig, model: Any, micro_batch: int) ->
         options: dict[str, Any] = {"tokenizer": model.tokenizer, "text": data.text, "image": model.transform}
         losses = None if valid is None else open_valid(data, sources[1], keep_imageless=False, **options)
         return DataLoaders(open_train(data, sources[0], micro_batch, **options), losses, None, described)
-    caches = [None if source is None else open_cache(data, source, model) for source in sources]
+    caches = [None if source is None else open_cache(data, source, model, device) for source in sources]
     assert caches[0] is not None
     model.measure_scale(torch.from_numpy(caches[0].arrays["moments"][:_SCALE_IMAGES].astype(np.float32)))
     loader = open_latent_loader(caches[0], batch=micro_batch, train=True, seed=data.seed)
@@ -115,7 +118,9 @@ def open_generation(data: GenerationDataConfig, model: Any, micro_batch: int) ->
     return DataLoaders(loader, losses, None, described)
 
 
-def open_cache(data: GenerationDataConfig, source: Any, model: Any) -> Any:
+def open_cache(
+    data: GenerationDataConfig, source: Any, model: Any, device: Literal["auto", "cpu", "cuda"] = "auto"
+) -> Any:
     """Return the cache of a source's latents and texts; it is computed where `data.cache` does not have it yet."""
     from medvl.data.loading.latents import LatentCache
 
@@ -127,7 +132,8 @@ def open_cache(data: GenerationDataConfig, source: Any, model: Any) -> Any:
         data.cache.mkdir(parents=True, exist_ok=True)
         _log.info("encoding %d images and their texts into %s", len(source), folder)
         with new_folder(folder) as new:
-            _encode(data, source, model, new)
+            _encode(data, source, model.to("cuda" if device != "cpu" and torch.cuda.is_available() else "cpu"), new)
+            model.to("cpu")
     return LatentCache(folder)
 
 
@@ -155,10 +161,9 @@ def _cache_key(data: GenerationDataConfig, source: Any, model: Any) -> str:
 
 @torch.no_grad()
 def _encode(data: GenerationDataConfig, source: Any, model: Any, folder: Path) -> None:
-    """Write the files of a cache (`medvl.data.loading.latents`)."""
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    training = model.training
-    model.to(device).eval()
+    """Write the files of a cache (`medvl.data.loading.latents`), computed on the model's device."""
+    device, training = model.device, model.training
+    model.eval()
     loader = open_valid(data, source, shared=False, image=model.transform, text=data.text, tokenizer=model.tokenizer)
     keys: list[str] = []
     rows: list[int] = []
@@ -176,7 +181,7 @@ def _encode(data: GenerationDataConfig, source: Any, model: Any, folder: Path) -
     np.save(folder / "texts.npy", np.array(rows, np.int32))
     (folder / "keys.json").write_text(json.dumps(keys))
     _encode_texts(list(texts), data.valid_batch, model, folder)
-    model.to("cpu").train(training)
+    model.train(training)
 
 
 def _encode_texts(texts: list[str], batch: int, model: Any, folder: Path) -> None:

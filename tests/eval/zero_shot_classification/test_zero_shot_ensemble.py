@@ -11,7 +11,7 @@ import torch
 from helpers.errors import raises
 from helpers.eval_fakes import FakeLoader, FakeModel, FakeSource, make_source
 from helpers.shard_plans import OPTIONS, make_plan
-from torch import Tensor
+from torch import Tensor, nn
 
 import medvl
 from medvl.cli import main as cli
@@ -24,7 +24,7 @@ from medvl.errors import ConfigError, EvaluationError
 from medvl.eval import load_prompts, zero_shot
 from medvl.eval.core.open import load_ensemble, load_model, open_for_evaluation, open_source
 from medvl.eval.zero_shot_classification.scores import predict
-from medvl.models.checkpoint import save
+from medvl.models.checkpoint import load, save
 from medvl.schema import FINDINGS, Embeddings
 
 COUNT = 40
@@ -108,6 +108,18 @@ def checkpoint(folder: Path, seed: int, size: int = 32) -> Path:
     folder.mkdir()
     save(model, folder)
     return folder
+
+
+def test_evaluated_convolutions_are_fast_on_a_cpu_and_equal(tmp_path: Path) -> None:
+    folder = checkpoint(tmp_path / "a", 0)
+    plain, evaluated = load(folder), load_model(folder, "cpu")
+    convolutions = [module for module in evaluated.modules() if isinstance(module, nn.Conv2d)]
+    assert convolutions
+    assert all(module.weight.is_contiguous(memory_format=torch.channels_last) for module in convolutions)
+    image_BCHW = torch.randint(256, (4, 1, 32, 32), dtype=torch.uint8)
+    with torch.inference_mode():
+        expected_BE, found_BE = (model.embed_images(image_BCHW).global_NE for model in (plain, evaluated))
+    assert torch.allclose(found_BE, expected_BE, atol=1e-5)
 
 
 def test_load_ensemble_rejects_different_transforms(tmp_path: Path) -> None:
