@@ -1,9 +1,11 @@
 """Paired differences from the start weights and between starts, columns of baselines, tasks of several commands."""
 
 import dataclasses
+import json
 import math
 import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -22,7 +24,7 @@ from medvl.benchmark import (
     read_benchmark,
     tasks,
 )
-from medvl.benchmark.pages.curves import label_sections
+from medvl.benchmark.pages.curves import label_sections, loss_section
 from medvl.benchmark.pages.gains import gain_tables
 from medvl.benchmark.pages.rows import Measurements, SystemRow, _over
 from medvl.benchmark.pages.tables import columns_table, empty_columns_table, rank_tables, ranks_of, unranked_table
@@ -232,3 +234,17 @@ def test_a_task_of_two_commands_ends_with_the_first_that_fails(tmp_path: Path, m
     further = {"prob": COLUMNS["probe"]}
     with raises(ConfigError, "unknown_name", "columns"):
         plan_runs(dataclasses.replace(config, columns={name: (column,) for name, column in further.items()}), tmp_path)
+
+
+def test_losses_below_zero_have_a_plot_of_their_own(tmp_path: Path) -> None:
+    """The bound of one system stretched the axis until all others were one line."""
+    losses = {"clip": (4.0, 2.0), "mutual_info": (0.01, -1.0)}
+    for name, values in losses.items():
+        (tmp_path / name / "run").mkdir(parents=True)
+        records = [{"kind": "train", "step": step, "loss": loss} for step, loss in enumerate(values)]
+        (tmp_path / name / "run" / "metrics.jsonl").write_text("\n".join(map(json.dumps, records)) + "\n")
+    runs: Any = [dataclasses.replace(row(name, "random", "trained", 0.5), runs=(name,)) for name in losses]
+    store: Any = SimpleNamespace(folder=lambda run: tmp_path / run)
+    section = loss_section(measurements(*runs), store)
+    assert section is not None
+    assert [strip.title for strip in section.strips] == ["Dual-encoders", "Dual-encoders, losses that fall below zero"]

@@ -12,9 +12,14 @@ from medvl.eval.html.page import Picture, Pictures, Section, Strip, plot_picture
 from medvl.eval.html.plots import Plot, labelled_points, line_plot
 from medvl.eval.html.tables import Cell, Table
 
+_BELOW_ZERO = "-below-zero", ", losses that fall below zero", "loss"
+
 
 def loss_section(found: Measurements, store: Store) -> Pictures | None:
-    """Return the training losses of the first seed, relative to the first record; None without records."""
+    """Return the training losses of the first seed, relative to the first record; None without records.
+
+    Losses that fall below zero, such as bounds of mutual information, have a plot of their own, as they are.
+    """
     strips = []
     for family, title in FAMILIES.items():
         lines: dict[str, tuple[list[float], list[float]]] = {}
@@ -23,9 +28,13 @@ def loss_section(found: Measurements, store: Store) -> Pictures | None:
                 curve = _losses(store, row.runs[0])
                 if curve is not None:
                     lines[", ".join(filter(None, [row.name, group_name(found, row.group)]))] = curve
-        if lines:
-            plot = line_plot(f"losses-{family}", lines, "step", "loss / first loss")
-            strips.append(Strip(title=f"{title.capitalize()}s", pictures=[_picture(plot, "Training losses by step.")]))
+        below = {name: curve for name, curve in lines.items() if min(curve[1]) < 0}
+        ratios = {name: (x, [y / ys[0] for y in ys]) for name, (x, ys) in lines.items() if name not in below}
+        for drawn, suffix, which, unit in ((ratios, "", "", "loss / first loss"), (below, *_BELOW_ZERO)):
+            if drawn:
+                plot = line_plot(f"losses-{family}{suffix}", drawn, "step", unit)
+                picture = _picture(plot, "Training losses by step.")
+                strips.append(Strip(title=f"{title.capitalize()}s{which}", pictures=[picture]))
     if not strips:
         return None
     caption = "First seed. The losses of different systems are sums of different terms: compare only their shapes."
@@ -131,4 +140,4 @@ def _losses(store: Store, run: Run) -> tuple[list[float], list[float]] | None:
     points = [(record["step"], record["loss"]) for record in records if record["kind"] == "train" and record["loss"]]
     if not points:
         return None
-    return [step for step, _ in points], [loss / points[0][1] for _, loss in points]
+    return [step for step, _ in points], [loss for _, loss in points]
