@@ -81,16 +81,17 @@ def _changed_data(plan: Plan, store: Store) -> Iterator[tuple[Run, Path, Path]]:
             made = found.inputs.get("manifest") if isinstance(found, Results) else None
             if folder is None or made is None or (manifest := read(folder)) is None:
                 continue
-            if made not in _fingerprints(folder, manifest, checkpoint):
+            if made not in _fingerprints(run, folder, manifest, checkpoint):
                 yield run, folder, results
 
 
-def _fingerprints(folder: Path, manifest: Manifest, checkpoint: Path) -> Iterator[str]:
+def _fingerprints(run: Run, folder: Path, manifest: Manifest, checkpoint: Path) -> Iterator[str]:
     """Yield the hashes that an evaluation notes for shards: of images, of a detector's regions, of whole studies."""
     yield manifest.fingerprint
     if (detector := detector_of(checkpoint)) is not None:
         yield ShardSource(folder, regions=find_regions(folder, detector)).fingerprint
-    yield StudySource(ShardSource(folder)).fingerprint
+    if run.family == "report":
+        yield StudySource(ShardSource(folder)).fingerprint
 
 
 def _check_sections(folders: Sequence[Path], sections: tuple[str, ...]) -> None:

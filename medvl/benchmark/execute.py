@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import gc
 import json
 import os
 import resource
@@ -23,7 +22,7 @@ from medvl.benchmark.run import Run
 from medvl.benchmark.settings import RUN, with_settings
 from medvl.benchmark.store import COST, FAILURE, REFUSAL, SECONDS, Store, Weights, is_evaluated, read_records, read_run
 from medvl.benchmark.systems import Entry, recipe_module
-from medvl.benchmark.tasks import TASKS, Trained
+from medvl.benchmark.tasks import TASKS, Trained, free_memory
 from medvl.common.files import write_atomic
 from medvl.common.folders import RunLock
 from medvl.common.peak_memory import peak_resident_bytes, reset_peak_memory
@@ -143,7 +142,7 @@ def _train(run: Run, store: Store) -> None:
     began, used = time.monotonic(), _cpu_seconds()
     training.train()
     del training
-    _free_memory()  # the loader's workers end, whose time is counted then
+    free_memory()  # the loader's workers end, whose time is counted then
     spent = {"wall_seconds": time.monotonic() - began, "cpu_seconds": _cpu_seconds() - used}
     cost = {"parameters": parameters, "resumed": resumed, **spent, **_measured(folder / "run")}
     _write(folder / COST, cost)
@@ -159,12 +158,6 @@ def _save_start(run: Run, store: Store) -> None:
         start.mkdir()
         save(training.model, start)
         start.rename(folder / _START)
-
-
-def _free_memory() -> None:
-    """Give back the memory of what is not used any more, that of a GPU to its other processes."""
-    gc.collect()
-    torch.cuda.empty_cache()
 
 
 def _cpu_seconds() -> float:
@@ -196,6 +189,7 @@ def _evaluate(run: Run, store: Store, weights: Weights, task: str, folder: Path)
     folder.mkdir(parents=True, exist_ok=True)
     started = time.monotonic()
     origin = checkpoint_of(run, store)
+    free_memory()  # of the evaluation before it
     try:
         trained = Trained(
             run=run,
@@ -208,7 +202,6 @@ def _evaluate(run: Run, store: Store, weights: Weights, task: str, folder: Path)
             result = TASKS[task].evaluate(trained)
             write_results(result.results, folder, result.predictions())
         else:
-            _free_memory()
             run_command(trained, task, folder)
         write_resamples(folder, run.evaluation.resamples)
     except MedvlError as error:

@@ -1,10 +1,13 @@
 """Tasks of a benchmark: evaluations of a checkpoint, the systems and corpora that they fit, and their columns."""
 
 import dataclasses
+import gc
 import itertools
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from medvl.benchmark.commands import command_arguments, question_size
 from medvl.benchmark.config import BenchmarkConfig, Column, CorpusConfig, Family
@@ -26,7 +29,6 @@ from medvl.eval import (
     image_text_matching,
     image_text_retrieval,
     linear_probe,
-    load_ensemble,
     load_prompts,
     model_vocabulary,
     open_for_evaluation,
@@ -64,6 +66,10 @@ class Trained:
     other: Callable[[str], Path]
     """Function that returns the checkpoint of a run that this one needs, by name; ConfigError unless it is trained."""
 
+    def model(self, checkpoint: Path | None = None) -> Any:
+        """Load a checkpoint, by default the evaluated one, onto the device that the run was trained on."""
+        return load_model(checkpoint or self.checkpoint, self.run.settings["train"]["device"])
+
 
 Evaluate = Callable[[Trained], Any]
 """Function that returns a result of `medvl.eval`: `results`, and `predictions()`."""
@@ -77,6 +83,12 @@ class Task:
     needs: tuple[str, ...] = ()
     evaluate: Evaluate
     columns: Callable[[BenchmarkConfig], tuple[Column, ...]]
+
+
+def free_memory() -> None:
+    """Give back the memory of what is not used any more, that of a GPU to its other processes."""
+    gc.collect()
+    torch.cuda.empty_cache()
 
 
 def _read(trained: Trained, model: Any, shards: str | Path | ShardSource, **options: Any) -> Any:
@@ -102,7 +114,7 @@ def _labelled(trained: Trained) -> ShardSource:
 
 def _zero_shot(trained: Trained) -> Any:
     """Score the classes of the corpus's prompts, also by the statements of systems that are trained on them."""
-    [model] = load_ensemble([trained.checkpoint])
+    model = trained.model()
     loader, name = _read(trained, model, _labelled(trained)), trained.run.corpus.prompts
     prompts, labels = load_prompts(name), tuple[str, ...]()
     if default_prompts(model) == "statements" and not name.endswith(".json"):
@@ -112,14 +124,14 @@ def _zero_shot(trained: Trained) -> Any:
 
 
 def _retrieval(trained: Trained) -> Any:
-    [model] = load_ensemble([trained.checkpoint])
+    model = trained.model()
     return image_text_retrieval(
         model, _read(trained, model, _test(trained)), resamples=trained.run.evaluation.resamples
     )
 
 
 def _grounding(trained: Trained) -> Any:
-    [model] = load_ensemble([trained.checkpoint])
+    model = trained.model()
     given, phrases = trained.run.evaluation, trained.run.corpus.phrases
     assert phrases is not None
     options: dict[str, Any] = {"maps": "similarity", "smoothing": given.smoothing}
@@ -129,7 +141,7 @@ def _grounding(trained: Trained) -> Any:
 
 
 def _probe(trained: Trained) -> Any:
-    model = load_model(trained.checkpoint)
+    model = trained.model()
     encoder = ProbedEncoder.from_model(model, name=model.name)
     home = Path(trained.run.corpus.pairs)
     _labelled(trained)  # refuses patients of its training data; a probe reads no regions
@@ -140,7 +152,7 @@ def _probe(trained: Trained) -> Any:
 
 
 def _change(trained: Trained) -> Any:
-    [model] = load_ensemble([trained.checkpoint])
+    model = trained.model()
     changes = trained.run.corpus.changes
     assert changes is not None
     if not model.inputs.prior_image:
@@ -156,7 +168,7 @@ def _sections(trained: Trained) -> tuple[str, ...]:
 
 
 def _matching(trained: Trained) -> Any:
-    model: Any = load_model(trained.checkpoint)
+    model = trained.model()
     loader = _read(trained, model, _test(trained), sections=trained.run.evaluation.sections)
     return image_text_matching(model, loader, resamples=trained.run.evaluation.resamples)
 
@@ -164,8 +176,8 @@ def _matching(trained: Trained) -> Any:
 def _reranking(trained: Trained) -> Any:
     given, sections = trained.run.evaluation, trained.run.evaluation.sections
     proposer = trained.other(given.shortlist_system)
-    [dual_encoder] = load_ensemble([proposer])
-    model: Any = load_model(trained.checkpoint)
+    dual_encoder = trained.model(proposer)
+    model = trained.model()
     test = open_source(_test(trained), [proposer])
     candidates = ShortlistModel(dual_encoder, _read(trained, dual_encoder, test, sections=sections))
     loader = _read(trained, model, _test(trained), sections=sections)
@@ -191,7 +203,7 @@ def _questions(trained: Trained) -> Any:
     }
     data["image"] = {"size": question_size(run)}
     train: dict[str, Any] = {"run_dir": run_dir, "keep_last": 1, "tensorboard": False, "seed": run.seed}
-    train["packed_text"] = run.settings["train"]["packed_text"]
+    train |= {name: run.settings["train"][name] for name in ("packed_text", "device")}
     if budget.weights == "last":
         train |= {"best_metric": "loss", "best_mode": "min"}
     optim: dict[str, Any] = {}
@@ -206,7 +218,8 @@ def _questions(trained: Trained) -> Any:
         train["global_batch"] = budget.batch
     tree = {"init_from": trained.checkpoint, "data": data, "train": train, "optim": optim}
     recipe.prepare(with_settings(preset, tree, "questions")).train()
-    model: Any = load_model(run_dir / budget.weights)
+    free_memory()
+    model = trained.model(run_dir / budget.weights)
     training, test = ShardSource(home / "train"), open_source(home / "test", [run_dir / budget.weights])
     rules = get_protocol("medvl")
     questions: Any = QuestionSource(test, "test", model.config.answers, rules.normalize)
@@ -224,7 +237,7 @@ def _questions(trained: Trained) -> Any:
 
 
 def _reports(trained: Trained) -> Any:
-    model: Any = load_model(trained.checkpoint)
+    model = trained.model()
     run = trained.run
     sections = _sections(trained)
     inputs = Inputs(other_view=model.inputs.other_view)

@@ -253,14 +253,19 @@ def test_results_of_other_data_are_refused(file: Path, tmp_path: Path) -> None:
         check_data(plan, store)
     save(model, folder, {"train_manifest": train.to_json()})
     results = store.evaluation(run, "trained", "zero-shot")
-    studies = StudySource(ShardSource(f"{run.corpus.pairs}/test")).fingerprint  # of a system that reads two views
-    for manifest, code in ((test.fingerprint, None), (train.fingerprint, "mismatch"), (studies, None), (None, None)):
+    studies = StudySource(ShardSource(f"{run.corpus.pairs}/test")).fingerprint
+    cases = ((test.fingerprint, None), (train.fingerprint, "mismatch"), (studies, "mismatch"), (None, None))
+    for manifest, code in cases:
         inputs = {"manifest": manifest}
         write_results(Results(protocol="zero_shot", protocol_version=1, rows=(), config={}, inputs=inputs), results)
         with raises(ConfigError, code, "corpora.phantom", names=str(results)) if code else contextlib.nullcontext():
             check_data(plan, store)
     other = dataclasses.replace(run, corpus=dataclasses.replace(run.corpus, pairs=str(tmp_path / "removed")))
     check_data(dataclasses.replace(plan, runs=(other,)), store)
+    reports = dataclasses.replace(run, family="report", tasks=("reports",))  # they may be read by studies
+    inputs, results = {"manifest": studies}, store.evaluation(reports, "trained", "reports")
+    write_results(Results(protocol="reports", protocol_version=1, rows=(), config={}, inputs=inputs), results)
+    check_data(dataclasses.replace(plan, runs=(reports,)), store)
 
 
 def test_sections_that_no_text_has_are_refused(file: Path, tmp_path: Path) -> None:

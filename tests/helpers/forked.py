@@ -94,7 +94,8 @@ def _become(
         os.setsid()
     for number, path in ((1, stdout), (2, stderr)):
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
-    # A crash in a library's C code says where: first the line of Python, then the C++ frames of all threads.
+    # A crash in a library's C code, but an overflow of the stack, says where: first the line of Python, then the C++
+    # frames of all threads.
     torch._C._set_print_stack_traces_on_fatal_signal(True)
     faulthandler.enable(file=2)
     if sys.platform == "linux":

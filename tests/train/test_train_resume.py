@@ -274,6 +274,18 @@ def test_a_run_leaves_busy_cores_alone(
     assert torch.get_num_threads() == 2
 
 
+def test_an_error_of_a_setting_restores_the_others(two_threads: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(mode: bool) -> None:
+        if mode:
+            raise RuntimeError("refused")
+
+    monkeypatch.setattr(torch, "use_deterministic_algorithms", refuse)
+    ranks = RankInfo(rank=0, size=1, local_size=1, device=torch.device("cpu"))
+    with pytest.raises(RuntimeError, match="refused"), distributed.machine_settings(ranks, 1, True, "fp32"):
+        raise AssertionError("the run began")
+    assert torch.get_num_threads() == 2
+
+
 def test_a_resumed_run_takes_the_threads_of_its_checkpoint(
     two_threads: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

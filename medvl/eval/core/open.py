@@ -41,8 +41,9 @@ def load_model(checkpoint: Path, device: str = "auto") -> System:
 
     On a CPU convolutions compute in `channels_last`, which is up to twice as fast there and equal up to rounding.
     """
-    model = load(checkpoint).to(resolve_device(device))
-    if model.device.type == "cpu":
+    where = resolve_device(device)
+    model = load(checkpoint).to(where)
+    if where == "cpu":
         torch.nn.utils.convert_conv2d_weight_memory_format(model, torch.channels_last)
     return model
 

@@ -111,7 +111,7 @@ def join(device: Literal["auto", "cpu", "cuda"] = "auto") -> Iterator[RankInfo]:
     where a GPU is requested and this rank has none.
     """
     local_rank = int(os.environ.get("LOCAL_RANK", 0))
-    chosen = _choose_device(device, local_rank)
+    chosen = choose_device(device, local_rank)
     if chosen.type == "cuda":
         torch.cuda.set_device(chosen)
     else:
@@ -268,7 +268,8 @@ def _idle_seconds() -> float:
     return ticks / os.sysconf("SC_CLK_TCK")
 
 
-def _choose_device(device: Literal["auto", "cpu", "cuda"], local_rank: int) -> torch.device:
+def choose_device(device: Literal["auto", "cpu", "cuda"], local_rank: int) -> torch.device:
+    """Return the GPU of a rank, or the CPU where there is none. Raises ConfigError where a rank lacks a GPU."""
     count = torch.cuda.device_count() if device != "cpu" and torch.cuda.is_available() else 0
     if count == 0 and device != "cuda":
         return torch.device("cpu")

@@ -17,6 +17,7 @@ from medvl.data.loading.sources import has_color
 from medvl.data.loading.subset import select_samples
 from medvl.data.transforms.image import ConVIRTAugmentation, EvalTransform, RandomCrop
 from medvl.data.transforms.text import WholeText
+from medvl.train.parallel.distributed import choose_device
 from medvl.train.tasks.common import (
     DataLoaders,
     LoaderConfig,
@@ -132,7 +133,7 @@ def open_cache(
         data.cache.mkdir(parents=True, exist_ok=True)
         _log.info("encoding %d images and their texts into %s", len(source), folder)
         with new_folder(folder) as new:
-            _encode(data, source, model.to("cuda" if device != "cpu" and torch.cuda.is_available() else "cpu"), new)
+            _encode(data, source, model.to(choose_device(device, 0)), new)
             model.to("cpu")
     return LatentCache(folder)
 

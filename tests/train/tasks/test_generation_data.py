@@ -120,6 +120,20 @@ def test_cached_batches_are_those_of_the_shards(shards: Path, model: Any, tmp_pa
     assert [batch.keys for batch in plain.valid] == [batch.keys for batch in cached.valid]
 
 
+def test_a_run_on_the_cpu_stores_its_latents_from_there(
+    shards: Path, model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also beside a GPU; a run that needs one says that there is none before it encodes for hours."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    data = generation(shards, cache=tmp_path, valid=None)
+    with raises(ConfigError, "unsupported", "device"):
+        open_generation(data, model, 8, "cuda")
+    assert not [*tmp_path.glob("*/keys.json")]
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    open_generation(data, model, 8, "cpu")
+    assert [*tmp_path.glob("*/keys.json")]
+
+
 def test_another_autoencoder_gets_a_cache_of_its_own(shards: Path, model: Any, tmp_path: Path) -> None:
     data = generation(shards, cache=tmp_path, valid=None)
     open_generation(data, model, 8)
