@@ -47,12 +47,14 @@ def command_arguments(run: Run, name: str, *, checkpoint: Path = Path(), out: Pa
 
 
 def run_command(trained: "Trained", name: str, out: Path) -> None:
-    """Run the command of a `CommandTask`, which writes results.json into `out`.
+    """Run the command of a `CommandTask`, which writes results.json into `out`; on a CPU where the training was set to.
 
     Raises EvaluationError with the last line of its errors where it fails or writes none.
     """
     arguments = command_arguments(trained.run, name, checkpoint=trained.checkpoint, out=out)
     environment = os.environ | {ERROR_CODES: "1"}
+    if trained.run.settings["train"]["device"] == "cpu":
+        environment["CUDA_VISIBLE_DEVICES"] = ""
     for is_end, part in itertools.groupby(arguments, lambda argument: argument == "&&"):
         if is_end:
             continue

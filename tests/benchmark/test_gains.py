@@ -207,7 +207,9 @@ def test_baselines_are_not_ranked() -> None:
     assert set(ranks_of(found, found.rows)) == {"probe"}
 
 
-def test_a_task_of_two_commands_ends_with_the_first_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_commands_of_a_task_stop_at_a_failure_and_keep_to_the_cpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("MEDVL_REAL_DATA", str(tmp_path))
     config = read_benchmark("real-small", {"systems": ["convirt"]})
     plan = plan_runs(config, tmp_path)
@@ -215,18 +217,24 @@ def test_a_task_of_two_commands_ends_with_the_first_that_fails(tmp_path: Path, m
     given = {"zero-shot", "retrieval", "probe", "grounding", *(command.name for command in config.commands)}
     assert set(run.tasks) == given
     trained = tasks.Trained(run=run, checkpoint=tmp_path, origin=tmp_path, folder=tmp_path, other=Path)
-    called_with, status = [], 0
+    called_with, devices, status = [], [], 0
 
-    def called(command: list[str], **options: Any) -> subprocess.CompletedProcess[str]:
+    def called(command: list[str], *, env: dict[str, str], **options: Any) -> subprocess.CompletedProcess[str]:
         called_with.append(command[3:])
+        devices.append(env.get("CUDA_VISIBLE_DEVICES"))
         if "segmentation" in command:
             (tmp_path / "results.json").touch()
         return subprocess.CompletedProcess(command, status, "", "medvl: no GPU [missing]")
 
     monkeypatch.setattr(commands.subprocess, "run", called)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
     commands.run_command(trained, "lungs", tmp_path)
     assert [command[:2] for command in called_with] == [["train", "dense_transfer"], ["eval", "segmentation"]]
     assert called_with[0][called_with[0].index("--train.run-dir") + 1] == str(tmp_path / "run")
+    settings = {**run.settings, "train": {**run.settings["train"], "device": "cpu"}}
+    on_cpu = dataclasses.replace(trained, run=dataclasses.replace(run, settings=settings))
+    commands.run_command(on_cpu, "lungs", tmp_path)
+    assert devices == ["3", "3", "", ""]
     called_with, status = [], 1
     with raises(EvaluationError, "missing", "lungs"):
         commands.run_command(trained, "lungs", tmp_path)
