@@ -20,7 +20,8 @@ def at_image_size(model: FusionModel, size: int) -> FusionModel:
     """Return the model for images of `size` pixels, with the same weights.
 
     Learned positions of image patches, and those of a moving-average teacher, are interpolated to the new grid; tables
-    that are computed, such as the pixel decoder's, belong to the new grid.
+    that are computed, such as the pixel decoder's, belong to the new grid. Where the cells of a convolutional encoder
+    cover another number of pixels, the head that predicts these has new weights: fine-tuning does not read it.
 
     Raises:
         ConfigError: the model does not support the size, numbers the cells of its images by rows of a table that words
@@ -41,7 +42,8 @@ def at_image_size(model: FusionModel, size: int) -> FusionModel:
     tensors, expected = model.state_dict(), other.state_dict()
     for name, tensor in tensors.items():
         if tensor.shape != expected[name].shape:
-            tensors[name] = resize_positions(tensor, old, new)
+            is_of_pixels = name.startswith("mim_head.pixels.")
+            tensors[name] = expected[name] if is_of_pixels else resize_positions(tensor, old, new)
             if tensors[name].shape != expected[name].shape:
                 raise _unsupported(f"{name} of {model.name} belongs", model, size)
     other.load_state_dict(tensors, strict=True)

@@ -101,6 +101,20 @@ def test_pixel_decoder_and_positions_of_a_grid_belong_to_the_new_size(tmp_path: 
     assert at_image_size(model, 64) is model
 
 
+@pytest.mark.parametrize("name", ["m3ae", "arl", "m2i2"])
+def test_only_the_head_of_pixels_is_new_where_cells_have_another_size(name: str, tmp_path: Path) -> None:
+    """Cells of 96 pixels' grid (3, 3) are 32 pixels wide, of 112 pixels' (4, 4) 28."""
+    model: Any = tiny_model(name, tiny_tokenizer(), image_encoder="resnet_tiny", image_arguments={}, image_size=96)
+    larger: Any = at_image_size(model, 112)
+    old, new = model.state_dict(), larger.state_dict()
+    head = {"mim_head.pixels.weight", "mim_head.pixels.bias"}
+    assert {key for key in old if old[key].shape != new[key].shape} == head
+    assert all(torch.equal(old[key], new[key]) for key in old.keys() - head)
+    save(model, tmp_path)
+    batch = make_batch(tiny_tokenizer(), image_BCHW=torch.zeros(6, 1, 112, 112, dtype=torch.uint8))
+    assert create_vqa(tmp_path, ANSWERS, fusion=None, image_size=112).eval().answer_logits(batch).isfinite().all()
+
+
 @pytest.mark.parametrize(("name", "settings"), [("medvill", {}), ("visualbert", {"image_positions": True})])
 def test_numbers_of_cells_belong_to_one_size(name: str, settings: dict[str, bool]) -> None:
     model = tiny_model(name, tiny_tokenizer(), image_size=64, **settings)
