@@ -97,7 +97,7 @@ if wanted generation-variants; then
     judge generation-few --train quickstart/few/train $shards/train --generated quickstart/generated-few/guidance-{1,3}
 fi
 if wanted benchmark; then # prints what failed
-    $bin/medvl benchmark phantom-quick --out quickstart/benchmark || true
+    $bin/medvl benchmark phantom-quick --out quickstart/benchmark --jobs 2 || true
     $bin/python scripts/results.py --benchmark quickstart/benchmark --write
 fi
 if wanted benchmark-options; then $bin/medvl benchmark phantom-options --out quickstart/benchmark-options || true; fi
