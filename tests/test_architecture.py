@@ -308,11 +308,11 @@ def test_rooms_have_at_most_twenty_files() -> None:
 
 @for_files(SOURCES + SCRIPTS)
 def test_files_and_functions_are_short(path: Path) -> None:
-    assert len(path.read_text().splitlines()) <= (150 if path.parent.name == "recipes" else 400)
+    assert len(path.read_text().splitlines()) <= (150 if path.parent.name == "recipes" else 600)
     for node in ast.walk(parse(path)):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             assert node.end_lineno is not None
-            assert node.end_lineno - node.lineno < 60, f"{node.name} is too long"
+            assert node.end_lineno - node.lineno < 80, f"{node.name} is too long"
 
 
 def undocumented(body: list[ast.stmt]) -> Iterator[str]:
