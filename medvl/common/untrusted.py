@@ -1,13 +1,15 @@
 """Reading of untrusted files: regular files inside the folders that the user named, JSON and XML of limited size."""
 
+import collections
 import contextlib
 import dataclasses
 import io
 import json
+import math
 import os
 import re
 import stat
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, BinaryIO, Self
 from xml.etree import ElementTree
@@ -16,7 +18,11 @@ from medvl.errors import ConfigError, CorpusError, MedvlError
 
 MAX_JSON_DEPTH = 64
 """Largest nesting of JSON; the deepest file that medvl reads has seven levels."""
+MAX_JSON_BYTES = 1 << 26
+"""Largest JSON file that `read_json` takes unless its caller gives another limit."""
 
+_FIELD_NAME = re.compile(r"[A-Za-z_][A-Za-z_. -]{0,39}")
+"""Keys that messages may quote: those with digits can be identifiers of patients."""
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
@@ -81,15 +87,25 @@ def read_limited(file: BinaryIO, limit: int, kind: type[MedvlError]) -> bytes:
     return file.read(size)
 
 
-def parse_json(data: str | bytes, object_pairs_hook: Callable[[list[tuple[str, Any]]], Any] | None = None) -> Any:
-    """Parse JSON in UTF-8.
+class DuplicateKeyError(ValueError):
+    """An object of a JSON text has the same key twice, so that one of the values would be lost."""
 
-    Raises ValueError when it is damaged, nested deeper than `MAX_JSON_DEPTH`, or has half of a surrogate pair, which
-    cannot be written or tokenized.
+
+class NonFiniteNumberError(ValueError):
+    """A JSON text has NaN, Infinity, or a number beyond the range of float64."""
+
+
+def parse_json(data: str | bytes) -> Any:
+    """Parse JSON in UTF-8, with or without a byte-order mark.
+
+    Raises ValueError when it is damaged, nested deeper than `MAX_JSON_DEPTH`, repeats a key of an object, has a number
+    that is not finite, or half of a surrogate pair, which cannot be written or tokenized.
     """
-    text = data if isinstance(data, str) else data.decode("utf-8-sig")
+    text = data.removeprefix("\ufeff") if isinstance(data, str) else data.decode("utf-8-sig")
     try:
-        value = json.loads(text, object_pairs_hook=object_pairs_hook)
+        value = json.loads(
+            text, object_pairs_hook=_unique_keys, parse_float=_finite_number, parse_constant=_refuse_constant
+        )
     except RecursionError:
         raise ValueError(f"nested deeper than {MAX_JSON_DEPTH} levels") from None
     if text.count("[") + text.count("{") > MAX_JSON_DEPTH and isinstance(value, list | dict):
@@ -97,6 +113,45 @@ def parse_json(data: str | bytes, object_pairs_hook: Callable[[list[tuple[str, A
     if _SURROGATE.search(text):
         json.dumps(value, ensure_ascii=False).encode()  # a UnicodeEncodeError is a ValueError
     return value
+
+
+def read_json(path: Path, kind: type[MedvlError], *, limit: int = MAX_JSON_BYTES) -> Any:
+    """Read a JSON file of at most `limit` bytes with `parse_json`.
+
+    Raises FileNotFoundError when it does not exist, and `kind` with the codes of `InputFolders.open`, "too_large" or
+    "malformed".
+    """
+    data = read_file(path, limit, kind)
+    try:
+        return parse_json(data)
+    except ValueError as error:
+        raise kind(f"{path} is not JSON that medvl reads ({error}): correct it or copy it again", "malformed") from None
+
+
+def read_file(path: Path, limit: int, kind: type[MedvlError]) -> bytes:
+    """Return the content of a regular file of at most `limit` bytes. Raises as `read_json`."""
+    with ANYWHERE.open(path, kind) as file:
+        return read_limited(file, limit, kind)
+
+
+def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    value = dict(pairs)
+    if len(value) != len(pairs):
+        repeated = collections.Counter(key for key, _ in pairs).most_common(1)[0][0]
+        name = f"the key {repeated!r}" if _FIELD_NAME.fullmatch(repeated) else "a key"
+        raise DuplicateKeyError(f"an object has {name} twice")
+    return value
+
+
+def _finite_number(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise NonFiniteNumberError("a number is beyond the range of float64")
+    return value
+
+
+def _refuse_constant(name: str) -> None:
+    raise NonFiniteNumberError(f"{name} is no number of JSON; write null for a missing value")
 
 
 class _PlainTreeBuilder(ElementTree.TreeBuilder):

@@ -2,14 +2,24 @@
 
 import ast
 import os
+import re
 import socket
 from pathlib import Path
 
 import pytest
 from helpers.errors import raises
 
-from medvl.common.untrusted import ANYWHERE, MAX_JSON_DEPTH, InputFolders, parse_json, read_limited
-from medvl.errors import ConfigError, ImageError
+from medvl.common.untrusted import (
+    ANYWHERE,
+    MAX_JSON_DEPTH,
+    DuplicateKeyError,
+    InputFolders,
+    NonFiniteNumberError,
+    parse_json,
+    read_json,
+    read_limited,
+)
+from medvl.errors import CheckpointError, ConfigError, ImageError
 
 
 def read(path: Path, folders: InputFolders) -> bytes:
@@ -83,11 +93,59 @@ def test_json_is_bounded() -> None:
     assert parse_json(b'\xef\xbb\xbf{"a": [1.5, "\\ud83d\\ude00", "\\\\ud800"]}') == {
         "a": [1.5, "\N{GRINNING FACE}", "\\ud800"]
     }
-    for text in (f"[{nested}]", "[" * 100_000, '{"a":' * 100_000, '["\\ud83d"]', '{"\\ude00": 1}', "", "{", "9" * 5000):
+    for text in (
+        f"[{nested}]",
+        "[" * 100_000,
+        '{"a":' * 100_000,
+        '["\\ud83d"]',
+        '{"\\ude00": 1}',
+        "",
+        "{",
+        "9" * 5000,
+        "[,]",
+    ):
         for data in (text, text.encode()):
             assert is_refused(data)
     for data in (b'"\xed\xa0\x80"', b'"\xff"', '"a"'.encode("utf-16")):
         assert is_refused(data)
+
+
+@pytest.mark.parametrize(
+    ("text", "kind", "reason"),
+    [
+        ('{"image": "a.png", "image": "b.png"}', DuplicateKeyError, "'image' twice"),
+        ('[{"a": {"b": 1, "c": 2, "b": 1}}]', DuplicateKeyError, "'b' twice"),
+        ('{"p10000032": 1, "p10000032": 2}', DuplicateKeyError, "a key twice"),  # may name a patient
+        ('{"\\u0061": 1, "a": 2}', DuplicateKeyError, "'a' twice"),
+        ("1e400", NonFiniteNumberError, "float64"),
+        ('{"temperature": -1E+999}', NonFiniteNumberError, "float64"),
+        ('{"label": NaN}', NonFiniteNumberError, "NaN is no number of JSON; write null"),
+        ("[Infinity]", NonFiniteNumberError, "Infinity"),
+        ("-Infinity", NonFiniteNumberError, "-Infinity"),
+    ],
+)
+def test_json_keeps_every_value(text: str, kind: type[ValueError], reason: str) -> None:
+    for data in (text, text.encode(), "\ufeff" + text):
+        with pytest.raises(kind, match=re.escape(reason)):
+            parse_json(data)
+    assert parse_json('\ufeff{"a": 1e308, "A": -0.0, "b": {"a": 1}, "c": {"a": 1}}')["a"] == 1e308
+
+
+def test_json_files_are_limited_and_regular(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    with pytest.raises(FileNotFoundError):
+        read_json(path, CheckpointError)
+    path.write_text('{"a": 1}')
+    assert read_json(path, CheckpointError) == {"a": 1}
+    with raises(CheckpointError, "too_large", names="config.json"):
+        read_json(path, CheckpointError, limit=7)
+    path.write_text('{"a": 1, "a": 2}')
+    with raises(CheckpointError, "malformed", names="'a' twice"):
+        read_json(path, CheckpointError)
+    path.unlink()
+    os.mkfifo(path)
+    with raises(CheckpointError, "not_a_file", names="pipe"):
+        read_json(path, CheckpointError)
 
 
 ROOT = Path(__file__).parents[2] / "medvl"

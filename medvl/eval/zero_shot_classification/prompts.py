@@ -147,18 +147,10 @@ def load_prompts(name_or_path: str | Path) -> PromptSet:
         raise EvaluationError(message, "unknown_name", field="prompts")
     content = path.read_bytes()
     try:
-        data = parse_json(content.decode(), object_pairs_hook=_unique_keys)
+        data = parse_json(content.decode())
     except ValueError as error:  # includes JSON and UTF-8 errors
         raise EvaluationError(f"{path} is not valid JSON: {error}", "malformed", field="prompts") from error
     return _parse(data, str(path), hashlib.sha256(content).hexdigest())
-
-
-def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    keys = [key for key, _ in pairs]
-    repeated = sorted({key for key in keys if keys.count(key) > 1})
-    if repeated:
-        raise ValueError(f"duplicate keys: {', '.join(repeated)}")
-    return dict(pairs)
 
 
 def _parse(data: Any, where: str, sha256: str) -> PromptSet:
