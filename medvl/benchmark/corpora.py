@@ -11,6 +11,7 @@ from pathlib import Path
 from medvl.benchmark.config import CorpusConfig, MakeStep, expanded
 from medvl.benchmark.real_tables import write_table
 from medvl.benchmark.run import Run
+from medvl.common.files import write_atomic
 from medvl.common.folders import RunLock
 from medvl.data.shards.format import MANIFEST, Manifest
 from medvl.errors import CorpusError
@@ -70,7 +71,7 @@ def _make(corpus: CorpusConfig, root: Path, run: Command) -> None:
     steps = [(step, _commands(step, str(root), f"corpora.{corpus.name}.make")) for step in _steps(corpus)]
     salt = root / "salt"
     if "MEDVL_SALT_FILE" not in os.environ and not salt.exists():  # as `medvl phantom quickstart`
-        salt.write_text(f"{0:064d}\n")
+        write_atomic(salt, f"{0:064d}\n")
     given = os.environ.get("MEDVL_SALT_FILE")
     os.environ["MEDVL_SALT_FILE"] = given or str(salt)
     try:
@@ -80,7 +81,7 @@ def _make(corpus: CorpusConfig, root: Path, run: Command) -> None:
         for step, commands in steps:
             mark = _mark(root, step)
             mark.parent.mkdir(exist_ok=True)
-            mark.touch()
+            write_atomic(mark, "")
             for arguments in commands:
                 run(arguments)
             mark.unlink()

@@ -16,7 +16,7 @@ from medvl.benchmark.plan import Plan
 from medvl.benchmark.run import Run
 from medvl.benchmark.settings import find_references
 from medvl.benchmark.store import COST, FAILURE, Store
-from medvl.common.files import write_atomic
+from medvl.common.files import open_own, write_atomic
 from medvl.common.interrupts import interrupts_blocked, sigterm_interrupts
 from medvl.errors import ConfigError
 
@@ -125,7 +125,7 @@ def _start(run: Run, store: Store, gpu: str, threads: int | None) -> "subprocess
     if threads is not None:
         environment[THREADS] = environment["OMP_NUM_THREADS"] = str(threads)  # the latter for commands
     # Ctrl-C in a terminal reaches this process alone, which stops the others: a second signal would end them at once.
-    with interrupts_blocked(), (store.folder(run) / "log.txt").open("ab") as log:
+    with interrupts_blocked(), open_own(store.folder(run) / "log.txt") as log:
         return subprocess.Popen(
             run_command_line(store.folder(run)), stdout=log, stderr=subprocess.STDOUT, env=environment
         )

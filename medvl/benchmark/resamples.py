@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
+from medvl.common.files import new_file
 from medvl.errors import EvaluationError
 from medvl.eval import read_results
 from medvl.eval.compare.predictions import read_items
@@ -39,16 +40,13 @@ def write_resamples(folder: Path, resamples: int) -> None:
     values = [whole.statistic(counts_NR) for counts_NR in resample_counts(len(items.names), resamples, 0, items.groups)]
     identity = [items.names, items.groups, *([items.references] if items.references else [])]
     content = json.dumps(identity, default=str).encode()
-    path = folder / FILE
-    aside = path.with_name(f".{FILE}")
-    with aside.open("wb") as file:
+    with new_file(folder / FILE) as file:
         np.savez_compressed(
             file,
             names=np.array(whole.rows),
             values_RK=np.concatenate(values).astype(np.float32),
             items=np.array(hashlib.sha256(content).hexdigest()),
         )
-    aside.replace(path)
 
 
 def read_resamples(folder: Path, name: str) -> Resampled | None:

@@ -14,7 +14,8 @@ from medvl.benchmark.plan import Plan
 from medvl.benchmark.queue import IN_USE, run_command_line
 from medvl.benchmark.run import Run
 from medvl.benchmark.store import Store
-from medvl.common.files import write_atomic
+from medvl.common.files import open_own, write_atomic
+from medvl.common.folders import subfolder
 from medvl.errors import ConfigError
 
 _SLURM = """#!/bin/bash
@@ -65,7 +66,7 @@ def write_slurm(plan: Plan, store: Store, options: str = "") -> list[Path]:
         options: further options of sbatch, such as "--gpus=1 --time=08:00:00 --partition=gpu".
     """
     folder = store.out / "slurm"
-    (folder / "logs").mkdir(parents=True, exist_ok=True)
+    subfolder(folder, "logs")
     groups, submit, scripts = waves(plan, store), folder / "submit.sh", []
     for number, group in enumerate(groups, 1):
         text = _SLURM.format(
@@ -130,5 +131,5 @@ def execute_with_ray(
 
 def _execute(command: list[str], folder: str) -> int:
     """Execute a run on the node of a Ray cluster, and return its status."""
-    with (Path(folder) / "log.txt").open("ab") as log:
+    with open_own(Path(folder) / "log.txt") as log:
         return subprocess.run(command, stdout=log, stderr=subprocess.STDOUT, check=False).returncode

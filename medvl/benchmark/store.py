@@ -21,6 +21,7 @@ from medvl.benchmark.plan import Plan
 from medvl.benchmark.run import Run
 from medvl.common.config_io import from_dict, to_dict
 from medvl.common.files import write_atomic
+from medvl.common.folders import subfolder
 from medvl.common.untrusted import parse_json
 from medvl.errors import ConfigError, EvaluationError
 from medvl.eval import Results, read_results
@@ -82,7 +83,7 @@ class Store:
         for run in plan.runs:
             path, text = self.folder(run) / RUN, json.dumps(to_dict(run), indent=1) + "\n"
             if not path.is_file() or path.read_text(encoding="utf-8") != text:
-                path.parent.mkdir(parents=True, exist_ok=True)
+                subfolder(self.out, "runs", run.key)
                 write_atomic(path, text)
 
     def evaluation(self, run: Run, weights: Weights, task: str) -> Path:

@@ -10,6 +10,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from medvl.common.files import write_atomic
 from medvl.data.storage.location import is_address
 from medvl.data.storage.webdataset_tars import is_tar_pattern
 from medvl.errors import TrainingError
@@ -39,7 +40,7 @@ def doctor(arguments: Sequence[str]) -> str:
     if options.json is not None:
         measured = {**dataclasses.asdict(examination), "mfu": examination.mfu}
         diagnosis = {"limit": limit(examination), "advice": advice(examination, settings)}
-        options.json.write_text(json.dumps(measured | diagnosis, indent=1) + "\n")
+        write_atomic(options.json, json.dumps(measured | diagnosis, indent=1) + "\n")
     described = describe(examination, settings)
     if is_address(settings.data.train) and not is_tar_pattern(settings.data.train):
         from medvl.train.doctor.remote_shards import check_remote_shards, describe_remote_shards
@@ -72,7 +73,7 @@ def _shards(arguments: Sequence[str]) -> str:
 
     found = check_remote_shards(options.address)
     if options.json is not None:
-        options.json.write_text(json.dumps(dataclasses.asdict(found), indent=1) + "\n")
+        write_atomic(options.json, json.dumps(dataclasses.asdict(found), indent=1) + "\n")
     return describe_remote_shards(found)
 
 
@@ -95,7 +96,7 @@ def _nodes(arguments: Sequence[str]) -> str:
     with join() as ranks:
         report = check_nodes(ranks, time.perf_counter() - started, options.storage, options.megabytes)
         if ranks.is_main and options.json is not None:
-            options.json.write_text(json.dumps(dataclasses.asdict(report), indent=1) + "\n")
+            write_atomic(options.json, json.dumps(dataclasses.asdict(report), indent=1) + "\n")
         if report.problems and ranks.is_main:
             print(report)
         if report.problems:

@@ -4,6 +4,7 @@ from pathlib import Path
 
 from medvl.cli import phantom
 from medvl.cli.shards import corpora, vocab
+from medvl.common.files import write_atomic
 from medvl.data.convert.options import ShardOptions, ShardRun
 
 _DEFAULTS = phantom.ViewsOptions(patients=2800, size=256, frontal_only=True)
@@ -21,7 +22,7 @@ def quickstart(out: Path = Path("quickstart"), options: phantom.ViewsOptions = _
     out.mkdir(parents=True, exist_ok=True)
     salt = out / "salt"
     if not salt.exists():  # phantom data are not confidential; a fixed salt gives the same order everywhere
-        salt.write_text(f"{0:064d}\n")
+        write_atomic(salt, f"{0:064d}\n")
     corpus, of_shards = out / "mimic-cxr", out / "shards"
     write = phantom.COMMANDS["mimic-cxr"]
     write(corpus, options)

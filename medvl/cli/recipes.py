@@ -4,7 +4,6 @@ import argparse
 import fnmatch
 import os
 import runpy
-import shutil
 import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -14,6 +13,7 @@ from typing import Annotated
 import tyro
 
 from medvl.common.config_io import nearest
+from medvl.common.files import write_atomic
 from medvl.errors import ConfigError
 from medvl.train.recipe_cli import shown_as
 from medvl.train.recipe_files import find_recipe, outline, packaged_files
@@ -128,10 +128,10 @@ def copy_recipe(
     """
     source = find_recipe(recipe)
     target = dest / source.name if dest.is_dir() or dest.suffix != ".py" else dest
-    if target.exists():
+    if target.exists() or target.is_symlink():
         raise ConfigError(f"{target} exists; name another file, or remove it", "exists", field="dest")
     target.parent.mkdir(parents=True, exist_ok=True)
-    shutil.copyfile(source, target)
+    write_atomic(target, source.read_bytes())
     print(f"Wrote {target}. Next: medvl train {target} tiny --help")
 
 

@@ -7,14 +7,15 @@ import json
 import os
 import shutil
 import socket
+import stat
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from medvl.common.files import follow_umask, fsync
-from medvl.errors import MedvlError, TrainingError
+from medvl.common.files import follow_umask, fsync, open_own, write_atomic
+from medvl.errors import ConfigError, MedvlError, TrainingError
 
 _locked_here: set[Path] = set()
 """Folders locked by this process: record locks do not exclude a second lock of the same process."""
@@ -29,8 +30,7 @@ def fsync_tree(folder: Path) -> None:
 
 def write_json(path: Path, value: Any) -> None:
     """Write and flush a JSON file. Raises ValueError on NaN and infinity."""
-    path.write_text(json.dumps(value, indent=1, allow_nan=False) + "\n")
-    fsync(path)
+    write_atomic(path, json.dumps(value, indent=1, allow_nan=False) + "\n")
 
 
 @contextlib.contextmanager
@@ -38,17 +38,19 @@ def new_folder(path: Path) -> Iterator[Path]:
     """Yield a temporary folder that is renamed to `path` on success and removed on an error.
 
     A killed process leaves at most a folder whose name begins with a dot. An existing folder is replaced; it is absent
-    between two renames only.
+    between two renames only. A link under either name is removed, and what it points to stays as it is.
     """
     aside = path.with_name(f".{path.name}.new")
-    shutil.rmtree(aside, ignore_errors=True)
-    aside.mkdir(parents=True)
+    _remove(aside)
+    aside.mkdir(parents=True)  # fails where somebody makes another entry meanwhile
     try:
         yield aside
         for weights in aside.rglob("*.safetensors"):
             follow_umask(weights)
         fsync_tree(aside)
-        if path.exists():
+        if path.is_symlink():
+            path.unlink()
+        elif path.exists():
             discard(path)
         aside.replace(path)
         wait_for(path)
@@ -75,20 +77,72 @@ def wait_for(path: Path, seconds: float = 30.0) -> None:
 def discard(folder: Path) -> None:
     """Remove a folder; it is renamed first, so that it is never partial under its name."""
     trash = folder.with_name(f".{folder.name}.trash")
-    shutil.rmtree(trash, ignore_errors=True)
+    _remove(trash)
     folder.replace(trash)
+    if trash.is_symlink():
+        trash.unlink()
+        return
     wait_for(trash)
     shutil.rmtree(trash)
 
 
 def sweep(folder: Path) -> None:
-    """Remove leftovers of `new_folder` and `discard` from killed runs; failures are left for the next sweep."""
-    for pattern in (".*.new", ".*.trash"):
+    """Remove what killed processes have left of `new_folder`, `new_file` and `discard`.
+
+    The caller holds the lock of the folder. Failures are left for the next sweep.
+    """
+    for pattern in (".*.new", ".*.trash", ".*.partial"):
         for leftover in folder.glob(pattern):
-            if leftover.is_dir() and not leftover.is_symlink():
-                shutil.rmtree(leftover, ignore_errors=True)
-            else:
-                leftover.unlink(missing_ok=True)
+            _remove(leftover)
+
+
+def refuse_links(folder: Path, *names: str) -> None:
+    """Raise ConfigError where one of these entries of a folder is a link.
+
+    The folder itself may be one: its user chose it. A link inside it may have come with a run that somebody else made,
+    and writing would change files elsewhere.
+    """
+    for name in names:
+        if (folder / name).is_symlink():
+            message = f"{folder / name} is a link, and writing would change another folder"
+            raise ConfigError(f"{message}; remove it, or name another folder", "outside_folder")
+
+
+def subfolder(folder: Path, *names: str) -> Path:
+    """Return the folder of these names, one below the other, created if it does not exist; see `refuse_links`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in names:
+        refuse_links(folder, name)
+        folder = folder / name
+        folder.mkdir(exist_ok=True)
+    return folder
+
+
+def private_folder(path: Path) -> Path:
+    """Return a folder that only this user can read and write, created if it does not exist.
+
+    An existing folder of this user gets the mode 0700. Raises ConfigError where it is a link, belongs to another user,
+    or lies on a file system without permissions.
+    """
+    path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    refuse_links(path.parent, path.name)
+    found = path.stat()
+    if found.st_uid == os.geteuid() and stat.S_IMODE(found.st_mode) & 0o077:
+        path.chmod(0o700)
+        found = path.stat()
+    if found.st_uid != os.geteuid() or stat.S_IMODE(found.st_mode) & 0o077:
+        reason = "belongs to another user" if found.st_uid != os.geteuid() else "cannot be closed to other users"
+        message = f"{path} {reason}, and private files go into it; name a folder of yours, on a disk with permissions"
+        raise ConfigError(message, "denied")
+    return path
+
+
+def _remove(path: Path) -> None:
+    """Remove a folder with its content, or a file or link; a link is not followed."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def point(link: Path, folder: Path) -> None:
@@ -100,7 +154,7 @@ def point(link: Path, folder: Path) -> None:
     if link.is_symlink() and str(link.readlink()) == target:
         return
     aside = link.with_name(f".{link.name}.new")
-    aside.unlink(missing_ok=True)
+    _remove(aside)
     try:
         aside.symlink_to(target, target_is_directory=True)
     except OSError as error:
@@ -131,16 +185,16 @@ class RunLock:
         self._path, self._error, self._field = folder.resolve() / ".lock", error, field
 
     def __enter__(self) -> Self:
-        """Lock the folder. Raises `error` where another process holds the lock."""
+        """Lock the folder. Raises `error` where another process holds the lock, ConfigError where `.lock` is a link."""
         self._path.parent.mkdir(parents=True, exist_ok=True)
         if self._path in _locked_here:
             raise self._in_use("this process")
-        self._file = self._path.open("a+")
+        self._file = open_own(self._path)
         try:
             fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             self._file.seek(0)
-            owner = self._file.read().strip() or "another process"
+            owner = self._file.read().decode(errors="replace").strip() or "another process"
             self._file.close()
             if error.errno not in (errno.EACCES, errno.EAGAIN):
                 message = f"cannot lock {self._path} ({error.strerror}); use a file system with locks"
@@ -148,7 +202,7 @@ class RunLock:
             raise self._in_use(owner) from None
         _locked_here.add(self._path)
         self._file.truncate(0)
-        self._file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+        self._file.write(f"process {os.getpid()} on {socket.gethostname()}\n".encode())
         self._file.flush()
         return self
 

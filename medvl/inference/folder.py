@@ -24,7 +24,8 @@ import numpy as np
 from torch import Tensor
 from tqdm import tqdm
 
-from medvl.common.files import write_atomic
+from medvl.common.files import open_own, write_atomic
+from medvl.common.folders import subfolder
 from medvl.common.untrusted import parse_json
 from medvl.data.images.codecs import encode_png
 from medvl.errors import ConfigError, EvaluationError, MedvlError
@@ -132,8 +133,8 @@ def infer_files(
         for start in range(0, len(todo), batch):
             results = _infer_batch(model, todo[start : start + batch], frame, out, overlays)
             if out is not None:
-                with (out / LINES).open("a", encoding="utf-8") as file:
-                    file.writelines(f"{result.as_json()}\n" for result in results)
+                with open_own(out / LINES) as file:
+                    file.writelines(f"{result.as_json()}\n".encode() for result in results)
             finished |= {result.image: result for result in results}
             bar.update(len(results))
     ordered = [finished[_name(path)] for path in images]
@@ -184,7 +185,7 @@ def _draw(
         drawn_HWC = draw_grounding(pixels, map_HW, [], side=min(_OVERLAY_SIDE, max(pixels.shape[:2])))
         digest = hashlib.sha256(os.fsencode(path)).hexdigest()[:8]  # files of equal names
         names.append(f"{OVERLAYS}/{_name(Path(path.stem))[:60]}-{digest}-{_slug(text)}.png")
-        (out / OVERLAYS).mkdir(exist_ok=True)
+        subfolder(out, OVERLAYS)
         write_atomic(out / names[-1], encode_png(drawn_HWC))
     return tuple(names)
 

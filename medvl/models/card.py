@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from medvl.common.files import write_atomic
 from medvl.models.locate import CARD
 
 NO_LICENCE = "not-stated"
@@ -67,7 +68,7 @@ def add_results(folder: Path, results: Mapping[str, float]) -> None:
     before, _, rest = path.read_text(encoding="utf-8").partition(_RESULTS[0])
     _, _, after = rest.partition(_RESULTS[1])
     note = "Validation data of the run, without intervals; the checkpoint may have been selected by one of them."
-    path.write_text(f"{before}{_RESULTS[0]}{_results(results, note)}{_RESULTS[1]}{after}", encoding="utf-8")
+    write_atomic(path, f"{before}{_RESULTS[0]}{_results(results, note)}{_RESULTS[1]}{after}")
 
 
 def _data(manifests: Sequence[Mapping[str, Any]]) -> str:

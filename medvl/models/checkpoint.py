@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import medvl
 from medvl.common.config_io import differences, from_dict, to_dict
-from medvl.common.files import MARKER, check_marker, follow_umask
+from medvl.common.files import MARKER, check_marker, new_path, write_atomic
 from medvl.common.untrusted import parse_json
 from medvl.data.convert.options import ShardOptions
 from medvl.data.shards.format import Manifest
@@ -65,27 +65,27 @@ def save(
     run = dict(run or {})
     manifest = json.loads(json.dumps(run.pop(TRAIN_MANIFEST.removesuffix(".json"), None)))
     if manifest is not None:
-        (folder / TRAIN_MANIFEST).write_text(json.dumps(manifest, sort_keys=True) + "\n")
+        write_atomic(folder / TRAIN_MANIFEST, json.dumps(manifest, sort_keys=True) + "\n")
     ancestors = [each for each in manifests_of(model) if each != manifest]
     if ancestors:
-        (folder / ANCESTORS).write_text(json.dumps(ancestors, sort_keys=True) + "\n")
+        write_atomic(folder / ANCESTORS, json.dumps(ancestors, sort_keys=True) + "\n")
     config: dict[str, Any] = {
         "format": _FORMAT,
         "medvl": medvl.__version__,
         "model": {"name": model.name, "version": model.weights_version, "settings": to_dict(model.config)},
         "run": run,
     }
-    (folder / CONFIG).write_text(json.dumps(config, indent=1, sort_keys=True) + "\n")
+    write_atomic(folder / CONFIG, json.dumps(config, indent=1, sort_keys=True) + "\n")
     settings, manifests = config["model"]["settings"], [*([] if manifest is None else [manifest]), *ancestors]
     dual = hasattr(model, "similarity")
     card = model_card(model.name, settings, manifests, run, dual=dual, licence=licence, results=results)
-    (folder / CARD).write_text(card, encoding="utf-8")
+    write_atomic(folder / CARD, card)
     if model.tokenizer is not None:
         model.tokenizer.save(folder / TOKENIZER)
     if weights:
         tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in model.state_dict().items()}
-        safetensors.torch.save_file(tensors, folder / WEIGHTS)
-        follow_umask(folder / WEIGHTS)
+        with new_path(folder / WEIGHTS) as path:
+            safetensors.torch.save_file(tensors, path)
 
 
 def load(folder: Path | str) -> System:

@@ -13,7 +13,7 @@ from typing import Any
 
 import medvl
 from medvl.common.files import write_atomic
-from medvl.common.folders import RunLock
+from medvl.common.folders import RunLock, subfolder, sweep
 from medvl.common.untrusted import parse_json
 from medvl.data.convert.options import ShardOptions, select_part
 from medvl.data.convert.plan import ShardPlan, count_by_split, shard_name
@@ -93,7 +93,7 @@ class Conversion:
         with RunLock(private.path, error=ConfigError, field="out"):
             self._check_folders(out, private)  # another process may have finished since
             for split in self.planned:
-                (out / split).mkdir(parents=True, exist_ok=True)
+                sweep(subfolder(out, split))  # partial shards of a killed process
             write_atomic(private.plan, json.dumps(dataclasses.asdict(self), indent=1, sort_keys=True))
             yield
 

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
-from medvl.common.files import write_atomic
+from medvl.common.files import temporary_name, write_atomic
 from medvl.data.convert.conversion import Conversion
 from medvl.data.convert.manifests import build_manifests, write_manifests
 from medvl.data.convert.note import ShardNote
@@ -158,8 +158,7 @@ def _link(source: Path, target: Path) -> None:
     """Hard-link a file, or copy it where links are not supported."""
     if target.exists() and target.samefile(source):
         return
-    partial = target.with_name(target.name + ".partial")
-    partial.unlink(missing_ok=True)
+    partial = temporary_name(target)
     try:
         os.link(source, partial)
     except OSError:  # another file system, or one without hard links

@@ -7,7 +7,7 @@ import json
 from collections.abc import Iterable
 from pathlib import Path
 
-from medvl.common.files import write_atomic
+from medvl.common.files import new_file, write_atomic
 from medvl.data.convert.note import ShardNote
 
 
@@ -26,7 +26,7 @@ class PrivateFolder:
 
     def write_note(self, note: ShardNote) -> None:
         """Record a shard as finished."""
-        write_atomic(self.note_path(note.name), note.to_json())
+        write_atomic(self.note_path(note.name), note.to_json(), permissions=0o600)
 
     def read_note(self, folder: Path, shard: str) -> ShardNote | None:
         """Read the note of a shard in `folder`; None if the shard, its index or its note is missing or truncated."""
@@ -45,11 +45,9 @@ class PrivateFolder:
             for note in notes
             for image in note.skipped
         ]
-        write_atomic(self.skipped, "".join(row + "\n" for row in rows))
+        write_atomic(self.skipped, "".join(row + "\n" for row in rows), permissions=0o600)
 
     def write_sources(self, lines: Iterable[str]) -> None:
         """List the source file of each key: sorted lines `key<TAB>path`, written as they are produced."""
-        partial = self.sources.with_name(self.sources.name + ".partial")
-        with partial.open("w", encoding="utf-8", errors="surrogateescape") as file:
-            file.writelines(lines)
-        partial.replace(self.sources)
+        with new_file(self.sources, permissions=0o600) as file:
+            file.writelines(line.encode(errors="surrogateescape") for line in lines)

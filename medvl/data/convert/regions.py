@@ -21,7 +21,7 @@ from tqdm import tqdm
 import medvl
 from medvl.common.checks import check_within
 from medvl.common.files import write_atomic
-from medvl.common.folders import RunLock
+from medvl.common.folders import RunLock, subfolder, sweep
 from medvl.common.untrusted import parse_json
 from medvl.data.shards.format import REGION_SUFFIX, Shard
 from medvl.data.shards.regions import REGION_MANIFEST, RegionManifest, Regions, RegionShard, index_text, region_folder
@@ -147,8 +147,8 @@ class _Run:
 
     def claim(self) -> None:
         """Record the settings of this run. Raises ConfigError if the folder has the beginning of another run."""
-        path = self.folder / _PROGRESS / _PLAN
-        path.parent.mkdir(exist_ok=True)
+        sweep(self.folder)  # partial tars of a killed process
+        path = subfolder(self.folder, _PROGRESS) / _PLAN
         if path.is_file():
             self._compare(_load(path))
         write_atomic(path, json.dumps(_identity(self.manifest(())), sort_keys=True))

@@ -21,8 +21,8 @@ import numpy as np
 from PIL import Image, PngImagePlugin
 
 from medvl.common.config_io import from_dict
-from medvl.common.files import write_atomic
-from medvl.common.folders import RunLock
+from medvl.common.files import open_own, write_atomic
+from medvl.common.folders import RunLock, subfolder
 from medvl.common.untrusted import parse_json
 from medvl.data.images.codecs import decode_image
 from medvl.errors import ConfigError, CorpusError, ImageError
@@ -206,7 +206,7 @@ class GeneratedImagesWriter:
             source_key=source_key,
         )
         write_atomic(self._folder / row.file, _encode(image_HW, row, self._generation.generator))
-        self._lines.write(_line(row))
+        self._lines.write(_line(row).encode())
         self._lines.flush()
         self._done.add(number)
         return row
@@ -225,13 +225,13 @@ class GeneratedImagesWriter:
             rows = {}
             write_atomic(self._folder / TRAIN_MANIFESTS, json.dumps(list(self._manifests), sort_keys=True) + "\n")
             write_atomic(path, _json(self._generation))
-        (self._folder / "images").mkdir(exist_ok=True)
+        subfolder(self._folder, "images")
         rows = {number: row for number, row in rows.items() if (self._folder / row.file).is_file()}
         self._done = set(rows)
         write_atomic(
             self._folder / IMAGES, "".join(_line(row) for row in rows.values())
         )  # without a last line that was cut, or lines of lost images
-        self._lines = (self._folder / IMAGES).open("a", encoding="utf-8")
+        self._lines = open_own(self._folder / IMAGES)
 
 
 def _file(number: int) -> str:

@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from medvl.common.files import follow_umask
+from medvl.common.files import new_path
 from medvl.data.knowledge.graph import KnowledgeGraph
 from medvl.data.knowledge.settings import TransEConfig
 from medvl.errors import CorpusError
@@ -214,8 +214,8 @@ def save_embeddings(model: TransE, graph: KnowledgeGraph, config: TransEConfig, 
     tensors = {"entities": model.entities.weight, "relations": model.relations.weight}
     metadata = {"knowledge_sha256": graph.sha256, "transe": json.dumps(dataclasses.asdict(config), sort_keys=True)}
     contiguous = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-    safetensors.torch.save_file(contiguous, path, metadata)
-    follow_umask(path)
+    with new_path(path) as temporary:
+        safetensors.torch.save_file(contiguous, temporary, metadata)
     return path
 
 

@@ -2,11 +2,12 @@
 
 import contextlib
 import hashlib
-import os
 import tarfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
+
+from medvl.common.files import new_file
 
 _BLOCK = tarfile.BLOCKSIZE
 
@@ -50,14 +51,5 @@ def new_tar(path: Path) -> Iterator[TarWriter]:
 
     No partial tar is left on an error. Write the index inside the block: a tar under its name then has one.
     """
-    partial = path.with_name(path.name + ".partial")
-    try:
-        with partial.open("wb") as file:
-            writer = TarWriter(file)
-            yield writer
-            file.flush()
-            os.fsync(file.fileno())
-        partial.replace(path)
-    except BaseException:
-        partial.unlink(missing_ok=True)
-        raise
+    with new_file(path) as file:
+        yield TarWriter(file)

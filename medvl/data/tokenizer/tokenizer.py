@@ -28,6 +28,7 @@ from tokenizers import AddedToken, models
 from torch import Tensor
 
 from medvl.common.checks import check_choice
+from medvl.common.files import new_path, write_atomic
 from medvl.data.tokenizer import files
 from medvl.data.tokenizer.encoded import EncodedPairs, EncodedWords, Truncation, pad_rows, row_mask
 from medvl.data.tokenizer.word_boundaries import WordBoundaries, token_texts
@@ -214,7 +215,8 @@ class Tokenizer:
         folder.mkdir(parents=True, exist_ok=True)
         self._backend.no_truncation()  # the maximum length is stored in the configuration
         try:
-            self._backend.save(str(folder / files.MODEL_FILE))
+            with new_path(folder / files.MODEL_FILE) as path:
+                self._backend.save(str(path))
         finally:
             self._backend.enable_truncation(self.max_tokens)
         config = {
@@ -225,10 +227,10 @@ class Tokenizer:
             **({"model_input_names": ["input_ids", "token_type_ids", "attention_mask"]} if token_types else {}),
             **{f"{role}_token": token for role, token in self._loaded.special.items() if token is not None},
         }
-        (folder / files.CONFIG_FILE).write_text(json.dumps(config, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+        write_atomic(folder / files.CONFIG_FILE, json.dumps(config, indent=1, sort_keys=True) + "\n")
         if isinstance(self._backend.model, models.WordPiece):
             tokens = sorted(self.vocabulary.items(), key=lambda item: item[1])
-            (folder / files.VOCABULARY_FILE).write_text("".join(f"{token}\n" for token, _ in tokens), encoding="utf-8")
+            write_atomic(folder / files.VOCABULARY_FILE, "".join(f"{token}\n" for token, _ in tokens))
 
     def _id(self, token: str) -> int:
         number: int | None = self._backend.token_to_id(token)

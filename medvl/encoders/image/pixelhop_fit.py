@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from medvl.common.files import write_atomic
 from medvl.encoders.image.encoder import ImageEncoder
 from medvl.encoders.image.factory import create_image_encoder
 from medvl.encoders.image.pixelhop import CONFIG, POOL, SaabUnit
@@ -210,9 +211,10 @@ def _fit_tokens(net: Any, images: Callable[[], Iterable[Tensor]], settings: Pixe
 
 def save_pixelhop(encoder: ImageEncoder, folder: Path, fitted: Mapping[str, Any]) -> None:
     """Write `model.safetensors` and `config.json`, with `fitted`: settings, images, and the hash of the shards."""
-    from safetensors.torch import save_file
+    from safetensors.torch import save
 
     folder.mkdir(parents=True, exist_ok=True)
-    save_file({name: tensor.contiguous() for name, tensor in encoder.state_dict().items()}, folder / WEIGHTS)
+    tensors = {name: tensor.contiguous() for name, tensor in encoder.state_dict().items()}
+    write_atomic(folder / WEIGHTS, save(tensors))
     content = {"encoder": encoder.config, "fitted": dict(fitted)}
-    (folder / CONFIG).write_text(json.dumps(content, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+    write_atomic(folder / CONFIG, json.dumps(content, indent=1, sort_keys=True) + "\n")

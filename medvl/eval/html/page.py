@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from medvl.common.files import write_atomic
+from medvl.common.folders import subfolder
 from medvl.eval.html.picture_files import JPEG, picture_files
 from medvl.eval.html.plots import Plot
 from medvl.eval.html.tables import Table, as_csv, as_latex, as_markdown
@@ -179,8 +180,8 @@ def _folder(path: Path) -> Path:
 def _write_files(folder: Path, files: Mapping[str, bytes]) -> None:
     """Write the files into their own folder, and remove those of an earlier page."""
     if files:
-        folder.mkdir(exist_ok=True)
-    if folder.is_dir():
+        subfolder(folder.parent, folder.name)
+    if folder.is_dir() and not folder.is_symlink():
         for old in folder.iterdir():
             if old.name not in files and old.suffix[1:] in {*_TABLE_FORMATS, *_PLOT_FORMATS, "jpg"}:
                 old.unlink()

@@ -22,6 +22,7 @@ from typing import Any
 import cv2
 from tqdm import tqdm
 
+from medvl.common.files import write_atomic
 from medvl.common.interrupts import interrupts_blocked
 from medvl.errors import ConfigError, CorpusError
 from medvl.phantom.layouts.workbook import workbook_bytes
@@ -141,9 +142,7 @@ def write_release(
 def write_file(path: Path, content: bytes) -> None:
     """Write a file atomically."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(path.name + ".partial")
-    partial.write_bytes(content)
-    partial.replace(path)
+    write_atomic(path, content, durable=False)
 
 
 def read_truth(root: str | Path) -> Iterator[dict[str, Any]]:
@@ -237,8 +236,8 @@ def _write_options(root: Path, options: Options, finished: bool) -> None:
 
 def _is_finished(root: Path, options: Options) -> bool:
     """Return whether `root` contains this release in finished form. Raises CorpusError if it contains anything else."""
-    temporary = f"{OPTIONS_FILE}.partial"  # the only file after an immediate interruption
-    if not root.exists() or (root.is_dir() and all(path.name == temporary for path in root.iterdir())):
+    # An immediate interruption leaves nothing but partial files.
+    if not root.exists() or (root.is_dir() and not any(root.glob("[!.]*"))):
         return False
     advice = "choose an empty folder, or delete this one"
     try:

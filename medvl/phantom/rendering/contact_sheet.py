@@ -7,6 +7,7 @@ import cv2
 import numpy as np
 from numpy.typing import NDArray
 
+from medvl.common.files import write_atomic
 from medvl.errors import ConfigError
 from medvl.phantom.population.finding_sites import PART_SAMPLERS
 from medvl.phantom.population.findings import RENDERED_LABELS, SEVERITIES, Finding
@@ -43,7 +44,7 @@ def contact_sheet(
         rows.append(np.hstack(tiles))
     out_png = Path(out_png)
     out_png.parent.mkdir(parents=True, exist_ok=True)
-    out_png.write_bytes(cv2.imencode(".png", np.vstack(rows))[1].tobytes())
+    write_atomic(out_png, cv2.imencode(".png", np.vstack(rows))[1].tobytes())
     return out_png
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from tqdm import tqdm
 
+from medvl.common.files import open_own, write_atomic
 from medvl.errors import ConfigError
 from medvl.train.config import TrainConfig
 
@@ -119,7 +120,7 @@ class _BufferedLines:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._file = path.open("ab", buffering=0)
+        self._file = open_own(path, buffering=0)
         self._buffer = b""
         self._failing = False
 
@@ -165,9 +166,7 @@ def remove_records_after(path: Path, step: int) -> None:
         except (ValueError, KeyError, TypeError):
             continue
         kept.append(line)
-    aside = path.with_name(f".{path.name}.new")
-    aside.write_text("".join(kept))
-    aside.replace(path)
+    write_atomic(path, "".join(kept))
 
 
 @contextlib.contextmanager
@@ -206,7 +205,7 @@ def _start_wandb(project: str, run_dir: Path, settings: Mapping[str, Any]) -> An
         ) from None
     id_file = run_dir / "wandb-id"
     if not id_file.exists():
-        id_file.write_text(uuid.uuid4().hex)
+        write_atomic(id_file, uuid.uuid4().hex)
     run = {"id": id_file.read_text(), "name": run_dir.name, "dir": run_dir, "resume": "allow"}
     return wandb.init(project=project, config=dict(settings), allow_val_change=True, **run)
 

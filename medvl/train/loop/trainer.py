@@ -23,7 +23,7 @@ import torch
 from torch import nn
 
 from medvl.common.config_io import nearest, to_dict
-from medvl.common.folders import RunLock, wait_for
+from medvl.common.folders import RunLock, refuse_links, wait_for
 from medvl.common.seeding import preserve_generators
 from medvl.errors import CheckpointError, ConfigError, TrainingError
 from medvl.models.eval_mode import evaluating
@@ -48,6 +48,9 @@ from medvl.train.parallel.distributed import RankInfo, cpu_cores, join, machine_
 from medvl.train.parallel.prefetch import side_stream
 
 _log = logging.getLogger(__name__)
+
+_FOLDERS = ("checkpoints", "tensorboard", "wandb")
+"""Folders of a run that a training writes into."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -117,6 +120,7 @@ def train(
         stack.enter_context(console(ranks.is_main))
         signals = stack.enter_context(StopSignals())
         ranks.on_main(lambda: stack.enter_context(RunLock(config.run_dir)) and None)
+        ranks.on_main(lambda: refuse_links(config.run_dir, *_FOLDERS))
         training = Training(model, train_loader, ranks, optim, config, valid_loader, evals, run)
         stack.callback(training.close)
         stack.enter_context(freeze_existing_objects())

@@ -11,6 +11,7 @@ from helpers.errors import raises
 from helpers.region_shards import QuarterDetector, region_table, with_regions
 
 from medvl.cli import main as cli
+from medvl.common.files import temporary_name
 from medvl.data.convert.regions import RegionOptions, write_regions
 from medvl.data.shards.regions import Regions, find_regions, list_regions
 from medvl.data.shards.source import ShardSource
@@ -119,10 +120,10 @@ def test_a_killed_run_leaves_no_file_under_its_final_name(folder: Path) -> None:
     half = folder / "regions/quarters"
     finished = sorted(half.glob("*.tar"))
     assert len(finished) == 1
-    (half / "lab-train-000001.tar.partial").write_bytes(b"half of a tar")
+    temporary_name(half / "lab-train-000001.tar").write_bytes(b"half of a tar")
     finished[0].write_bytes(finished[0].read_bytes()[:700])  # damaged after the kill: written again
     write_regions(ShardSource(folder), QuarterDetector(), "quarters", RegionOptions(batch=2))
-    assert not list(half.glob("*.partial"))
+    assert not list(half.glob(".*.partial"))
     assert content(half) == content(folder / "regions/whole")
 
 
