@@ -14,8 +14,11 @@ import io
 import struct
 import zlib
 from collections.abc import Iterator
-from typing import BinaryIO, Literal, NamedTuple
+from typing import BinaryIO, NamedTuple
 
+from pydicom.datadict import keyword_for_tag
+
+from medvl.data.dicom.values import only, parse_code, parse_numbers
 from medvl.errors import DicomError
 
 
@@ -68,6 +71,20 @@ class Tag(enum.IntEnum):
 
 
 _KNOWN_TAGS = frozenset(Tag)
+_USUAL_VRS = {
+    Tag.FRAMES: "IS",
+    Tag.IMAGER_PIXEL_SPACING: "DS",
+    Tag.PIXEL_SPACING: "DS",
+    Tag.WINDOW_CENTER: "DS",
+    Tag.WINDOW_WIDTH: "DS",
+    Tag.INTERCEPT: "DS",
+    Tag.SLOPE: "DS",
+    Tag.FLOAT_PADDING: "FL",
+    Tag.FLOAT_PADDING_LIMIT: "FL",
+    Tag.DOUBLE_PADDING: "FD",
+    Tag.DOUBLE_PADDING_LIMIT: "FD",
+}
+"""VRs of the numbers that are no 16-bit words."""
 UNDEFINED = 0xFFFFFFFF
 _ITEM, _ITEM_END, _SEQUENCE_END = 0xFFFEE000, 0xFFFEE00D, 0xFFFEE0DD
 _PIXELS = {0x7FE00010: "PixelData", 0x7FE00008: "FloatPixelData", 0x7FE00009: "DoubleFloatPixelData"}
@@ -171,6 +188,13 @@ class BoundedStream(io.BufferedIOBase):
         return self._position
 
 
+def damaged(tag: Tag, reason: str = "is damaged or has no certain meaning") -> DicomError:
+    """Return the error for a header value. It names the element, never its value."""
+    keyword = keyword_for_tag(int(tag))
+    message = f"{keyword} ({tag >> 16:04X},{tag & 0xFFFF:04X}) {reason}; correct it, or leave the file out"
+    return DicomError(message, "malformed", field=keyword)
+
+
 class Elements:
     """The elements of a dataset that are in `Tag`. Values are read on demand."""
 
@@ -194,37 +218,55 @@ class Elements:
         self._stream.seek(location.offset)
         return self._stream.read_exactly(location.length)
 
-    def words(self, tag: int, *, signed: bool = False) -> list[int]:
-        """Return 16-bit integers (US, SS)."""
-        data = self.raw(tag) or b""
-        count = len(data) // 2
-        return list(struct.unpack(f"{self.encoding.endian}{count}{'h' if signed else 'H'}", data[: 2 * count]))
+    def numbers(self, tag: Tag) -> list[float | None]:
+        """Return the numbers of an element, None for an empty value. Raises DicomError when one is damaged."""
+        data = self.raw(tag)
+        if data is None:
+            return []
+        try:
+            return parse_numbers(data, self.vr(tag) or "", _USUAL_VRS.get(tag, "US"), self.encoding.endian)
+        except ValueError:
+            raise damaged(tag) from None
 
-    def word(self, tag: int, *, signed: bool = False) -> int | None:
-        """Return the first of `words`, or None."""
-        return next(iter(self.words(tag, signed=signed)), None)
+    def number(self, tag: Tag) -> float | None:
+        """Return the only number of an element; None when it is absent. Raises DicomError when it is damaged."""
+        try:
+            return only(self.numbers(tag))
+        except ValueError:
+            raise damaged(tag) from None
 
-    def number(self, tag: int, letter: Literal["f", "d"]) -> float | None:
-        """Return the first floating-point number of 4 (f) or 8 (d) bytes, or None."""
-        data, code = self.raw(tag) or b"", f"{self.encoding.endian}{letter}"
-        return None if len(data) < struct.calcsize(code) else float(struct.unpack_from(code, data)[0])
+    def integer(self, tag: Tag) -> int | None:
+        """Return `number` as a whole number; DicomError for others."""
+        value = self.number(tag)
+        if value is None:
+            return None
+        if value != int(value):
+            raise damaged(tag)
+        return int(value)
+
+    def word(self, tag: Tag) -> int | None:
+        """Return `integer` of an element without negative numbers, of which some writers store 16 bits as signed."""
+        value = self.integer(tag)
+        if value is not None and value < 0:
+            if self.vr(tag) != "SS":
+                raise damaged(tag)
+            value += 1 << 16
+        return value
+
+    def code(self, tag: Tag) -> str | None:
+        """Return the letters and digits of a code word in capitals; None when it is absent.
+
+        Raises DicomError when it is damaged.
+        """
+        try:
+            return parse_code(self.raw(tag) or b"")
+        except ValueError:
+            raise damaged(tag) from None
 
     def text(self, tag: int) -> str | None:
         """Return the first value of a text element; None when it is absent or not ASCII."""
         data = (self.raw(tag) or b"").split(b"\\")[0].strip(b" \0")
         return data.decode("ascii") if data and data.isascii() else None
-
-    def decimals(self, tag: int) -> list[float]:
-        """Return numbers from text (DS, IS) or binary (FD, FL); empty when absent or malformed."""
-        data, vr = self.raw(tag) or b"", self.vr(tag)
-        if vr in ("FD", "FL"):
-            width, letter = (8, "d") if vr == "FD" else (4, "f")
-            count = len(data) // width
-            return list(struct.unpack(f"{self.encoding.endian}{count}{letter}", data[: width * count]))
-        try:
-            return [float(part.strip(b" \0")) for part in data.split(b"\\")]
-        except ValueError:
-            return []
 
     def item(self, tag: int, index: int = 0) -> "Elements | None":
         """Return item `index` of a sequence, or None."""

@@ -27,6 +27,7 @@ from medvl.data.dicom.parser import (
     Elements,
     Location,
     Tag,
+    damaged,
 )
 from medvl.errors import DicomError
 
@@ -38,9 +39,18 @@ _JPEG_2000 = (uid.JPEG2000Lossless, uid.JPEG2000, uid.HTJ2K, uid.HTJ2KLossless, 
 
 _MAX_PARTS = 1 << 18  # at the usual 64 x 64 samples, of an image of a gigapixel
 
-PHOTOMETRIC = frozenset(
-    ("MONOCHROME1", "MONOCHROME2", "PALETTE COLOR", "RGB", "YBR_FULL", "YBR_FULL_422", "YBR_ICT", "YBR_RCT")
-)
+_PHOTOMETRIC = {
+    "MONOCHROME1": "MONOCHROME1",
+    "MONOCHROME2": "MONOCHROME2",
+    "PALETTECOLOR": "PALETTE COLOR",
+    "RGB": "RGB",
+    "YBRFULL": "YBR_FULL",
+    "YBRFULL422": "YBR_FULL_422",
+    "YBRICT": "YBR_ICT",
+    "YBRRCT": "YBR_RCT",
+}
+"""Letters and digits of the supported photometric interpretations."""
+_RETIRED = ("HSV", "ARGB", "CMYK", "YBRPARTIAL422", "YBRPARTIAL420", "XYB")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,9 +68,11 @@ class PixelLayout:
     planar: int
     bits_allocated: int
     bits_stored: int
-    shift: int
-    """Unused bits below the stored ones; above 0 only in old files whose high bit is the highest of the word."""
+    high_bit: int
+    """Highest stored bit as the header has it, which need not be possible: see `_unused_bits_below`."""
     signed: bool
+    sign_is_stated: bool = True
+    """Whether the header has PixelRepresentation."""
 
     @classmethod
     def from_file(cls, file: DicomFile) -> "PixelLayout":
@@ -73,35 +85,40 @@ class PixelLayout:
         keyword, location = file.pixels
         elements = file.elements
         rows, columns = elements.word(Tag.ROWS), elements.word(Tag.COLUMNS)
-        samples = elements.word(Tag.SAMPLES) or 1
         allocated = elements.word(Tag.BITS_ALLOCATED)
         if not rows or not columns or not allocated:
             raise DicomError("the header lacks rows, columns or bits allocated", "malformed")
-        widths = {"PixelData": (1, 8, 16, 32), "FloatPixelData": (32,), "DoubleFloatPixelData": (64,)}[keyword]
-        photometric = elements.text(Tag.PHOTOMETRIC) or ("RGB" if samples == 3 else "MONOCHROME2")
-        if samples not in (1, 3) or allocated not in widths or photometric not in PHOTOMETRIC:
-            raise DicomError("unsupported combination of samples, bits and photometric interpretation", "unsupported")
+        photometric = _photometric(elements)
         color = photometric == "RGB" or photometric.startswith("YBR")
+        samples = elements.word(Tag.SAMPLES) or (3 if color else 1)
+        widths = {"PixelData": (1, 8, 16, 32), "FloatPixelData": (32,), "DoubleFloatPixelData": (64,)}[keyword]
+        if samples not in (1, 3) or allocated not in widths:
+            raise DicomError("unsupported combination of samples and bits", "unsupported")
         odd = photometric == "YBR_FULL_422" and columns % 2 == 1
         if odd or (samples == 3) != color or (color and keyword != "PixelData"):
             raise DicomError("the photometric interpretation does not match the samples", "malformed")
-        stored = elements.word(Tag.BITS_STORED) or allocated
-        stored = stored if stored <= allocated else allocated
-        high_bit = elements.word(Tag.HIGH_BIT)
+        stored = _bits_stored(elements, allocated) if keyword == "PixelData" else allocated
+        sign = elements.word(Tag.SIGNED)
+        if sign not in (None, 0, 1):
+            raise damaged(Tag.SIGNED)
+        frames = _frames(elements)
         layout = cls(
             keyword=keyword,
             vr=location.vr or "OW",
             rows=rows,
             columns=columns,
-            frames=_frames(elements),
+            frames=frames or 1,
             samples=samples,
             photometric=photometric,
-            planar=elements.word(Tag.PLANAR) or 0,
+            planar=_planar(elements) if samples == 3 else 0,
             bits_allocated=allocated,
             bits_stored=stored,
-            shift=max(0, high_bit + 1 - stored) if high_bit is not None and high_bit < allocated else 0,
-            signed=elements.word(Tag.SIGNED) == 1,
+            high_bit=high_bit if (high_bit := elements.word(Tag.HIGH_BIT)) is not None else stored - 1,
+            signed=sign == 1,
+            sign_is_stated=sign is not None,
         )
+        if frames == 0 and location.length != UNDEFINED and location.length >= 2 * layout.frame_bits // 8 > 0:
+            raise damaged(Tag.FRAMES, "is 0, but the pixel data hold several frames")
         layout._check_limits(file.stream.limits)
         return layout
 
@@ -142,13 +159,42 @@ class PixelLayout:
         }
 
 
+def _photometric(elements: Elements) -> str:
+    code = elements.code(Tag.PHOTOMETRIC)
+    if code is None:
+        return "RGB" if elements.word(Tag.SAMPLES) == 3 else "MONOCHROME2"
+    if code in _RETIRED:
+        message = "this photometric interpretation is not supported; convert the image to RGB"
+        raise DicomError(message, "unsupported", field="PhotometricInterpretation")
+    if code not in _PHOTOMETRIC:
+        raise damaged(Tag.PHOTOMETRIC)
+    return _PHOTOMETRIC[code]
+
+
+def _planar(elements: Elements) -> int:
+    planar = elements.word(Tag.PLANAR) or 0
+    if planar > 1:
+        raise damaged(Tag.PLANAR)
+    return planar
+
+
+def _bits_stored(elements: Elements, allocated: int) -> int:
+    stored = elements.word(Tag.BITS_STORED)
+    if stored is None:
+        return allocated
+    if not 1 <= stored <= allocated:
+        raise damaged(Tag.BITS_STORED, f"must be from 1 to {allocated}, the bits allocated")
+    return stored
+
+
 def _frames(elements: Elements) -> int:
-    if elements.raw(Tag.FRAMES) is None:
+    """Return the number of frames: 1 if it is absent, 0 if the header has 0."""
+    frames = elements.integer(Tag.FRAMES)
+    if frames is None:
         return 1
-    numbers = elements.decimals(Tag.FRAMES)
-    if not numbers or not 1 <= numbers[0] < 1 << 31 or not numbers[0].is_integer():
-        raise DicomError("the number of frames is not a whole number", "malformed")
-    return int(numbers[0])
+    if not 0 <= frames < 1 << 31:
+        raise damaged(Tag.FRAMES)
+    return frames
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -161,6 +207,8 @@ class Frame:
     """Meaning of the samples; of luma and chroma, only the luma is kept."""
     exact: bool
     """Whether the decoder has applied sign and unused bits (JPEG 2000, JPEG-LS)."""
+    shift: int = 0
+    """Unused bits below the stored ones; above 0 only in old files."""
 
 
 def decode_frame(file: DicomFile, layout: PixelLayout, index: int) -> Frame:
@@ -189,7 +237,62 @@ def decode_frame(file: DicomFile, layout: PixelLayout, index: int) -> Frame:
     elif photometric == "PALETTE COLOR":
         space = "palette"
     samples = np.ascontiguousarray(samples, samples.dtype.newbyteorder("="))
-    return Frame(samples, space, exact=syntax in (*_JPEG_LS, *_JPEG_2000))
+    exact = syntax in (*_JPEG_LS, *_JPEG_2000)
+    if layout.is_float or space in ("rgb", "luma"):
+        return Frame(samples, space, exact)
+    shift = 0 if exact else _unused_bits_below(samples, layout)
+    if samples.itemsize > 2 and not exact:
+        samples, shift = _without_unused_bits(samples, layout, shift), 0
+    _check_sign(samples, layout, shift)
+    return Frame(samples, space, exact, shift)
+
+
+def _unused_bits_below(samples: np.ndarray, layout: PixelLayout) -> int:
+    """Return the number of unused bits below the stored ones.
+
+    The high bit should be the number of stored bits - 1. Old files place the stored bits at the upper end of the word;
+    others have a wrong number there, which most viewers ignore. The samples show which of the two it is. Raises
+    DicomError where they do not.
+    """
+    stored, allocated = layout.bits_stored, layout.bits_allocated
+    if layout.high_bit == stored - 1 or stored == allocated == layout.high_bit:
+        return 0
+    bits = int(np.bitwise_or.reduce(samples.view(f"u{samples.itemsize}"), axis=None))  # all that are ever set
+    if layout.high_bit < stored - 1:  # without a sign, the stored bits are the same with both numbers
+        sign_may_be_lower = layout.signed and bits >> layout.high_bit == 1
+        if sign_may_be_lower:
+            raise damaged(Tag.HIGH_BIT, "contradicts BitsStored")
+        return 0
+    shift = min(layout.high_bit, allocated - 1) + 1 - stored
+    if not bits & ((1 << shift) - 1):
+        return shift
+    if not bits >> stored or (layout.signed and _is_extended(samples, stored)):
+        return 0
+    if layout.high_bit >= allocated:
+        raise damaged(Tag.HIGH_BIT, "must be below BitsAllocated")
+    return shift
+
+
+def _is_extended(samples: np.ndarray, stored: int) -> bool:
+    """Return whether the bits above the stored ones repeat the sign."""
+    words = samples.view(f"i{samples.itemsize}")
+    above = 8 * samples.itemsize - stored
+    return bool((words << above >> above == words).all())
+
+
+def _without_unused_bits(samples: np.ndarray, layout: PixelLayout, shift: int) -> np.ndarray:
+    """Return samples of 32 bits without unused bits, with their sign."""
+    above = layout.bits_allocated - layout.bits_stored - shift
+    return samples << above >> (above + shift) if above or shift else samples
+
+
+def _check_sign(samples: np.ndarray, layout: PixelLayout, shift: int) -> None:
+    """Raise DicomError if the header does not state whether samples have a sign and the samples do not show it."""
+    if layout.sign_is_stated or layout.bits_stored <= 8:  # samples of 8 bits have no sign
+        return
+    sign_bit = 1 << (layout.bits_stored + shift - 1)
+    if (samples.view(f"u{samples.itemsize}") & sign_bit).any():
+        raise damaged(Tag.SIGNED, "is missing, and samples may be negative")
 
 
 def _decode_native(file: DicomFile, layout: PixelLayout, location: Location, index: int) -> np.ndarray:

@@ -8,6 +8,10 @@ Modality LUT or rescale, then VOI LUT or window (the first of several), else the
 percentile, then the inversion of MONOCHROME1. Pixel padding is excluded from the percentiles and shown black. Plain
 8-bit samples without a window are kept unchanged. Colour becomes luma.
 
+Header values are read where their meaning is certain (`medvl.data.dicom.values`): a slope of `0,5` is 0.5. A damaged
+value that changes pixels raises DicomError with the keyword of its element in `field`. It never becomes a default;
+absent and empty values have that of the standard.
+
 Files are untrusted and checked against `DicomLimits`. Of the header, only `DicomHeader` is returned, whose texts come
 from closed lists: it cannot contain a name, date, identifier or free text.
 """
@@ -21,7 +25,7 @@ from typing import BinaryIO, Literal
 import numpy as np
 
 from medvl.common.untrusted import ANYWHERE, InputFolders
-from medvl.data.dicom.parser import DicomFile, DicomLimits, Elements, Tag, open_dicom
+from medvl.data.dicom.parser import DicomFile, DicomLimits, Elements, Tag, damaged, open_dicom
 from medvl.data.dicom.pixels import PixelLayout, decode_frame
 from medvl.data.dicom.rendering import Display, LinearValues, Shading, Window, linear_values, render
 from medvl.data.privacy.deidentify import cap_age
@@ -72,6 +76,8 @@ class DicomHeader:
     """Years; 90 means 90 and above."""
     pixel_spacing: tuple[float, float] | None
     """Millimetres between rows and between columns, at the patient or, if missing, at the detector."""
+    damaged: tuple[str, ...] = ()
+    """Keywords of fields that are None because their value is damaged. Values that change pixels raise instead."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
@@ -200,6 +206,7 @@ def _layout(file: DicomFile, frame: int | None) -> tuple[PixelLayout, int]:
 
 def _header(file: DicomFile, layout: PixelLayout) -> DicomHeader:
     elements = file.elements
+    spacing, damaged_fields = _spacing(elements)
     return DicomHeader(
         rows=layout.rows,
         columns=layout.columns,
@@ -214,7 +221,8 @@ def _header(file: DicomFile, layout: PixelLayout) -> DicomHeader:
         patient_sex=_listed(elements.text(Tag.PATIENT_SEX), _SEXES),
         burned_in={"YES": True, "NO": False}.get((elements.text(Tag.BURNED_IN) or "").strip().upper()),
         patient_age=cap_age(elements.text(Tag.PATIENT_AGE)),
-        pixel_spacing=_spacing(elements, Tag.PIXEL_SPACING) or _spacing(elements, Tag.IMAGER_PIXEL_SPACING),
+        pixel_spacing=spacing,
+        damaged=damaged_fields,
     )
 
 
@@ -223,8 +231,17 @@ def _listed(text: str | None, known: re.Pattern[str]) -> str | None:
     return text if known.fullmatch(text) else None
 
 
-def _spacing(elements: Elements, tag: Tag) -> tuple[float, float] | None:
-    numbers = elements.decimals(tag)
-    if len(numbers) != 2 or not all(math.isfinite(number) and number > 0 for number in numbers):
-        return None
-    return numbers[0], numbers[1]
+def _spacing(elements: Elements) -> tuple[tuple[float, float] | None, tuple[str, ...]]:
+    """Return the spacing, and the keyword of the element if it is damaged."""
+    for tag in (Tag.PIXEL_SPACING, Tag.IMAGER_PIXEL_SPACING):
+        try:
+            numbers = [number for number in elements.numbers(tag) if number is not None]
+            if numbers and not (len(numbers) == 2 and all(math.isfinite(side) and side > 0 for side in numbers)):
+                raise damaged(tag)
+        except DicomError as error:
+            if error.code != "malformed":
+                raise
+            return None, (str(error.field),)
+        if numbers:
+            return (numbers[0], numbers[1]), ()
+    return None, ()

@@ -13,10 +13,11 @@ from typing import Literal, Protocol
 import cv2
 import numpy as np
 
-from medvl.data.dicom.parser import Elements, Tag
+from medvl.data.dicom.parser import Elements, Tag, damaged
 from medvl.data.dicom.pixels import Frame, PixelLayout
 from medvl.errors import DicomError
 
+_Interval = tuple[float, float]
 Shading = Literal["voi_lut", "window", "percentiles", "full_range", "palette", "color"]
 
 PERCENTILES = (0.5, 99.5)
@@ -25,6 +26,7 @@ markers, burned-in text and dead pixels cover, and less than any organ."""
 
 _LUMA = np.array([0.299, 0.587, 0.114])  # BT.601, as JPEG and OpenCV have it
 _VALUES, _LINE, _REPEAT = 0, 1, 2  # kinds of segments of a palette
+_FUNCTIONS = {"LINEAR": "LINEAR", "LINEAREXACT": "LINEAR_EXACT", "SIGMOID": "SIGMOID"}
 _BLOCK = 1 << 20
 _SAMPLE = 1 << 20
 
@@ -100,13 +102,13 @@ class Display:
         for group in filter(None, groups):
             values = values if values is not elements else group.item(Tag.FRAME_VALUES) or elements
             voi = voi if voi is not elements else group.item(Tag.FRAME_VOI) or elements
-        modality, negative = _modality(values, layout)
+        modality, interval = _modality(values, layout)
         return cls(
             modality=modality,
-            voi=_voi(voi, layout, signed=layout.signed or negative),
-            inverted=layout.photometric == "MONOCHROME1" or elements.text(Tag.SHAPE) == "INVERSE",
+            voi=_voi(voi, layout, interval),
+            inverted=layout.photometric == "MONOCHROME1" or _has_inverse_shape(elements),
             padding=_padding(elements, layout),
-            palette=_palette(elements) if layout.photometric == "PALETTE COLOR" else None,
+            palette=_palette(elements, layout) if layout.photometric == "PALETTE COLOR" else None,
         )
 
 
@@ -125,81 +127,136 @@ class LinearValues:
 
 def _padding(elements: Elements, layout: PixelLayout) -> tuple[float, float] | None:
     """Return the first and last stored value of pixel padding; floating-point samples have elements of their own."""
-    first: float | None
-    last: float | None
-    if layout.keyword == "FloatPixelData":
-        first, last = elements.number(Tag.FLOAT_PADDING, "f"), elements.number(Tag.FLOAT_PADDING_LIMIT, "f")
-    elif layout.keyword == "DoubleFloatPixelData":
-        first, last = elements.number(Tag.DOUBLE_PADDING, "d"), elements.number(Tag.DOUBLE_PADDING_LIMIT, "d")
+    if layout.is_float:
+        tags = (
+            (Tag.FLOAT_PADDING, Tag.FLOAT_PADDING_LIMIT)
+            if layout.keyword == "FloatPixelData"
+            else (Tag.DOUBLE_PADDING, Tag.DOUBLE_PADDING_LIMIT)
+        )
+        first, last = (elements.number(tag) for tag in tags)
     else:
-        first, last = (elements.word(tag, signed=layout.signed) for tag in (Tag.PADDING, Tag.PADDING_LIMIT))
+        first, last = (_stored(elements.integer(tag), layout) for tag in (Tag.PADDING, Tag.PADDING_LIMIT))
     if first is None:
         return None
     last = first if last is None else last
     return min(first, last), max(first, last)
 
 
-def _modality(elements: Elements, layout: PixelLayout) -> tuple[Callable[[np.ndarray], np.ndarray] | None, bool]:
-    """Return the modality LUT or rescale, and whether it can produce negative values."""
+def _stored(value: int | None, layout: PixelLayout) -> int | None:
+    """Return a stored value with the sign of the samples; some writers store it with the other one."""
+    if value is None:
+        return None
+    if layout.signed and 1 << 15 <= value < 1 << 16:
+        return value - (1 << 16)
+    return value + (1 << 16) if not layout.signed and -(1 << 15) <= value < 0 else value
+
+
+def _has_inverse_shape(elements: Elements) -> bool:
+    shape = elements.code(Tag.SHAPE)
+    if shape not in (None, "IDENTITY", "INVERSE", "LINOD"):
+        raise damaged(Tag.SHAPE)
+    return shape == "INVERSE"
+
+
+def _modality(elements: Elements, layout: PixelLayout) -> tuple[Callable[[np.ndarray], np.ndarray] | None, _Interval]:
+    """Return the modality LUT or rescale, and the interval of the values that it can produce."""
+    stored = _stored_interval(layout)
     item = elements.item(Tag.MODALITY_LUT)
     if item is not None:
-        return _read_table(item, signed=layout.signed), False
-    slope, intercept = elements.decimals(Tag.SLOPE) or [1.0], elements.decimals(Tag.INTERCEPT) or [0.0]
-    if not (math.isfinite(slope[0]) and math.isfinite(intercept[0]) and slope[0]):
-        raise DicomError("rescale slope and intercept must be finite and the slope not 0", "malformed")
-    if (slope[0], intercept[0]) == (1, 0):
-        return None, False
-    return (lambda stored: stored * slope[0] + intercept[0]), intercept[0] < 0 or slope[0] < 0
+        table = _read_table(item, stored)
+        return table, (float(table.entries.min()), float(table.entries.max()))
+    slope, intercept = elements.number(Tag.SLOPE), elements.number(Tag.INTERCEPT)
+    slope, intercept = (1.0 if slope is None else slope), (intercept or 0.0)
+    if not slope:
+        raise damaged(Tag.SLOPE, "is 0")
+    if (slope, intercept) == (1, 0):
+        return None, stored
+    ends = sorted(end * slope + intercept for end in stored)
+    return (lambda values: values * slope + intercept), (ends[0], ends[1])
 
 
-def _voi(elements: Elements, layout: PixelLayout, *, signed: bool) -> Table | Window | None:
-    """Return the VOI LUT, else the first window with a positive width, else None."""
+def _stored_interval(layout: PixelLayout) -> _Interval:
+    if layout.is_float:
+        return -math.inf, math.inf
+    if layout.signed:
+        return -(2.0 ** (layout.bits_stored - 1)), 2.0 ** (layout.bits_stored - 1) - 1
+    return 0.0, 2.0**layout.bits_stored - 1
+
+
+def _voi(elements: Elements, layout: PixelLayout, values: _Interval) -> Table | Window | None:
+    """Return the VOI LUT, else the first window, else None.
+
+    A window of width 0 is none: that is how many writers state that there is none, and viewers ignore it. Raises
+    DicomError if a number before the first window is damaged.
+    """
     item = elements.item(Tag.VOI_LUT)
     if item is not None:
-        table = _read_table(item, signed=signed)
+        table = _read_table(item, values)
         # Some files claim 16 bits for entries of 12, so white is derived from the largest entry.
         white = (1 << int(table.entries.max()).bit_length()) - 1
         return Table(table.first, table.entries / max(white, 1))
-    windows = zip(elements.decimals(Tag.WINDOW_CENTER), elements.decimals(Tag.WINDOW_WIDTH), strict=False)
-    usable = ((center, width) for center, width in windows if math.isfinite(center) and 0 < width < math.inf)
-    center, width = next(usable, (0.0, 0.0))
-    if not width:
-        return None
-    # LINEAR assumes integer values and a width of at least 1.
-    function = elements.text(Tag.WINDOW_FUNCTION) or "LINEAR"
-    is_linear = function == "LINEAR" and not layout.is_float and width >= 1
-    return Window(center, width, function if function == "SIGMOID" or is_linear else "LINEAR_EXACT")
+    windows = zip(elements.numbers(Tag.WINDOW_CENTER), elements.numbers(Tag.WINDOW_WIDTH), strict=False)
+    for center, width in windows:
+        if center is None or not width:
+            continue
+        for number, tag in ((center, Tag.WINDOW_CENTER), (width, Tag.WINDOW_WIDTH)):
+            if not math.isfinite(number):
+                raise damaged(tag)
+        if width < 0:
+            raise damaged(Tag.WINDOW_WIDTH, "is negative")
+        function = elements.code(Tag.WINDOW_FUNCTION) or "LINEAR"
+        if function not in _FUNCTIONS:
+            raise damaged(Tag.WINDOW_FUNCTION)
+        # LINEAR assumes integer values and a width of at least 1.
+        is_exact = function == "LINEAR" and (layout.is_float or width < 1)
+        return Window(center, width, "LINEAR_EXACT" if is_exact else _FUNCTIONS[function])
+    return None
 
 
-def _read_table(item: Elements, *, signed: bool) -> Table:
-    """Read a LUT with its descriptor (PS3.3 C.11.1.1.1)."""
-    signed = item.vr(Tag.LUT_DESCRIPTOR) == "SS" or (item.vr(Tag.LUT_DESCRIPTOR) == "" and signed)
-    count, first, _ = _descriptor(item, Tag.LUT_DESCRIPTOR, signed=signed)
-    return Table(first, _entries(item, Tag.LUT_DATA, count).astype(np.float64))
+def _read_table(item: Elements, values: _Interval) -> Table:
+    """Read a LUT for values of an interval, with its descriptor (PS3.3 C.11.1.1.1)."""
+    count, first, bits = _descriptor(item, Tag.LUT_DESCRIPTOR, values)
+    return Table(first, _entries(item, Tag.LUT_DATA, count, bits).astype(np.float64))
 
 
-def _descriptor(elements: Elements, tag: Tag, *, signed: bool) -> tuple[int, int, int]:
-    """Read (number of entries, value of the first, bits per entry)."""
-    words = elements.words(tag)
-    if len(words) < 3:
-        raise DicomError("the descriptor of a look-up table is damaged", "malformed")
-    first = words[1] - (1 << 16) if signed and words[1] >= 1 << 15 else words[1]
-    return words[0] or 1 << 16, first, words[2]
+def _descriptor(elements: Elements, tag: Tag, values: _Interval) -> tuple[int, int, int]:
+    """Read (number of entries, value of the first, bits per entry).
+
+    The first value is stored in 16 bits, with a sign or without. Not all writers choose the VR that fits, so that sign
+    is taken with which the table covers more of the values; where this is the same, the sign of the VR.
+    """
+    numbers = elements.numbers(tag)
+    words = [0 if number is None else int(number) for number in numbers]
+    is_damaged = len(words) < 3 or None in numbers or list(words) != numbers
+    if is_damaged or not all(-(1 << 15) <= word <= 1 << 16 for word in words[:3]):
+        raise damaged(tag)
+    count = words[0] % (1 << 16) or 1 << 16
+    is_signed = elements.vr(tag) == "SS" or (elements.vr(tag) in ("", "UN", "OW") and values[0] < 0)
+    unsigned = words[1] % (1 << 16)
+    firsts = (unsigned, unsigned - (1 << 16)) if unsigned >= 1 << 15 else (unsigned,)
+    covered = {first: min(values[1], first + count - 1) - max(values[0], first) for first in firsts}
+    first = max(firsts, key=lambda first: (covered[first], (first < 0) == is_signed))
+    if covered[first] < 0:
+        raise damaged(tag, "describes a table for other values than those of the image")
+    return count, first, words[2] % (1 << 16)
 
 
-def _entries(elements: Elements, tag: Tag, count: int) -> np.ndarray:
-    """Read the entries of a table as words or, where there are too few for that, as bytes."""
+def _entries(elements: Elements, tag: Tag, count: int, bits: int) -> np.ndarray:
+    """Read the entries of a table: words, or bytes where there are as many bytes as entries."""
     data = elements.raw(tag) or b""
-    if len(data) >= 2 * count:
-        return np.frombuffer(data, f"{elements.encoding.endian}u2", count)
-    if len(data) >= count:
+    width = 4 if elements.vr(tag) in ("UL", "SL") else 2
+    if len(data) >= width * count:
+        return np.frombuffer(data, f"{elements.encoding.endian}u{width}", count)
+    if len(data) in (count, count + 1) or (len(data) > count and bits <= 8):
+        if elements.vr(tag) == "OW" and not elements.encoding.little:  # bytes in words of the other order
+            data = np.frombuffer(data + bytes(len(data) % 2), "u2").byteswap().tobytes()
         return np.frombuffer(data, np.uint8, count)
-    raise DicomError("a look-up table has fewer entries than its descriptor claims", "malformed")
+    raise damaged(tag, "has fewer entries than its descriptor claims")
 
 
-def _palette(elements: Elements) -> Table:
+def _palette(elements: Elements, layout: PixelLayout) -> Table:
     """Read the luma of a colour palette (PS3.3 C.7.9)."""
-    count, first, bits = _descriptor(elements, Tag.RED_DESCRIPTOR, signed=False)
+    count, first, bits = _descriptor(elements, Tag.RED_DESCRIPTOR, _stored_interval(layout))
     tables = []
     for plain, segments in (
         (Tag.RED_PALETTE, Tag.RED_SEGMENTS),
@@ -208,12 +265,12 @@ def _palette(elements: Elements) -> Table:
     ):
         data = elements.raw(segments)
         if data is None:
-            tables.append(_entries(elements, plain, count))
+            tables.append(_entries(elements, plain, count, bits))
         else:
             width = 1 if bits == 8 else 2
             words = np.frombuffer(data, f"{elements.encoding.endian}u{width}", len(data) // width).tolist()
             tables.append(np.array(_expand_segments(words, width, count)))
-    white = 255 if bits <= 8 and max(table.max() for table in tables) <= 255 else 65535
+    white = 255 if max(table.max() for table in tables) <= 255 else 65535
     return Table(first, np.stack(tables, axis=-1) @ _LUMA / white)
 
 
@@ -392,7 +449,7 @@ def _stored_values(frame: Frame, layout: PixelLayout) -> np.ndarray:
     bits = 8 * frame.samples.itemsize
     if not frame.exact:
         bits = min(bits, layout.bits_stored)
-        codes = (codes >> layout.shift) & ((1 << bits) - 1)
+        codes = (codes >> frame.shift) & ((1 << bits) - 1)
     if layout.signed:
         codes = np.where(codes >= 1 << (bits - 1), codes - (1 << bits), codes)
     return codes.astype(np.float64)

@@ -92,6 +92,7 @@ def _read_dicom(
             raise
         image = read_dicom(path, frame=frame, folders=folders)
     if warnings is not None:
+        warnings.update(f"damaged_{keyword}" for keyword in image.header.damaged)
         warnings["says_burned_in"] += image.header.burned_in is True
         warnings["possible_burned_in_text"] += has_burned_in_text(image.pixels_HW)
     return image.pixels_HW, image.header
