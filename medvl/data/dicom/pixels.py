@@ -87,7 +87,8 @@ class PixelLayout:
         rows, columns = elements.word(Tag.ROWS), elements.word(Tag.COLUMNS)
         allocated = elements.word(Tag.BITS_ALLOCATED)
         if not rows or not columns or not allocated:
-            raise DicomError("the header lacks rows, columns or bits allocated", "malformed")
+            tag = Tag.ROWS if not rows else Tag.COLUMNS if not columns else Tag.BITS_ALLOCATED
+            raise damaged(tag, "is missing or 0")
         photometric = _photometric(elements)
         color = photometric == "RGB" or photometric.startswith("YBR")
         samples = elements.word(Tag.SAMPLES) or (3 if color else 1)
@@ -96,7 +97,8 @@ class PixelLayout:
             raise DicomError("unsupported combination of samples and bits", "unsupported")
         odd = photometric == "YBR_FULL_422" and columns % 2 == 1
         if odd or (samples == 3) != color or (color and keyword != "PixelData"):
-            raise DicomError("the photometric interpretation does not match the samples", "malformed")
+            message = "the photometric interpretation does not match the samples"
+            raise DicomError(message, "malformed", field="PhotometricInterpretation")
         stored = _bits_stored(elements, allocated) if keyword == "PixelData" else allocated
         sign = elements.word(Tag.SIGNED)
         if sign not in (None, 0, 1):

@@ -274,6 +274,8 @@ def refused_cases() -> list[Case]:
             file({STORED: words(16), HIGH: words(11), **SHOWN}, RAMP.astype(SIGNED)),
             keyword="HighBit",
         ),
+        Case("no rows", file({ROWS: None, **SHOWN}), keyword="Rows"),
+        Case("0 rows", file({ROWS: words(0), **SHOWN}), keyword="Rows"),
         Case("LUT that ends early", file(lut(VOI_LUT, (4096, 0, 12), short)), keyword="LUTData"),
         Case(
             "LUT of other samples",
