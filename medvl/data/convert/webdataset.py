@@ -6,7 +6,7 @@ import logging
 import shutil
 from pathlib import Path
 
-from medvl.common.folders import RunLock
+from medvl.common.folders import RunLock, subfolder
 from medvl.data.convert.options import ShardOptions, ShardRun
 from medvl.data.convert.pipeline import write_shards
 from medvl.data.convert.private_folder import PrivateFolder
@@ -34,7 +34,7 @@ def cached_shards(pattern: str, fields: TarFields | None = None) -> Path:
     check_tars(tars)
     sizes = [(str(tar), tar.stat().st_size) for tar in tars]
     identity = hashlib.sha256(json.dumps([sizes, fields.image, fields.text]).encode()).hexdigest()
-    out = Cache.from_environment().folder / "webdataset" / identity[:32]
+    out = subfolder(Cache.from_environment().make_private(), "webdataset") / identity[:32]
     _log.warning(
         "%s: tars without a manifest; patients or articles that the model was trained on are not noticed",
         describe_tars(tars),

@@ -1,9 +1,13 @@
 """The local cache of remote files: bounded, verified, and shared by all processes of a machine.
 
-A file enters under its sha256, after its bytes were compared with it, by one rename. The least recently used files make
-room for new ones; those used within the last minute stay, so that a data set larger than the cache does not replace the
-same files over and over. Locks are record locks of the operating system, so those of a killed process are gone, and
-its partial files are removed by the next one.
+A file enters under its sha256, after its bytes were compared with it, by one rename. A name is no proof: the mark of a
+file in `verified/` records which file was compared (inode, size, times), and a file that is not the marked one is
+compared again before its first use, and removed where it differs. Marks count because the folder is private: one that
+others can write is closed to them and all of its marks are dropped, and one of another user is not used.
+
+The least recently used files make room for new ones; those used within the last minute stay, so that a data set larger
+than the cache does not replace the same files over and over. Locks are record locks of the operating system, so those
+of a killed process are gone, and its partial files are removed by the next one.
 
     MEDVL_CACHE        folder; default ~/.cache/medvl/shards
     MEDVL_CACHE_SIZE   limit, such as 200GB; 0 for no cache; default 100 GB, at most half of the free space
@@ -18,12 +22,16 @@ import logging
 import os
 import re
 import shutil
+import stat
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Self
 
+from medvl.common.files import open_own, write_atomic
+from medvl.common.folders import private_folder, subfolder
+from medvl.common.untrusted import ANYWHERE
 from medvl.errors import ConfigError, StorageError
 
 PROTECTED = 60.0
@@ -32,6 +40,7 @@ _DEFAULT_LIMIT = 100 * 10**9
 _TOUCH = 15.0
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 _HASH = re.compile(r"[0-9a-f]{64}")
+_MARKS = "verified"
 
 _log = logging.getLogger(__name__)
 _locks: dict[tuple[int, str], threading.Lock] = {}
@@ -67,6 +76,7 @@ class Cache:
     def __init__(self, folder: Path | str, limit: int, *, protected: float = PROTECTED) -> None:
         self.folder, self.limit, self.protected = Path(folder), limit, protected
         self._touched: dict[str, float] = {}
+        self._is_private = False
 
     @classmethod
     def from_environment(cls) -> Self:
@@ -80,16 +90,19 @@ class Cache:
         return cls(folder, min(_DEFAULT_LIMIT, (shutil.disk_usage(parent).free + used) // 2))
 
     def find(self, sha256: str) -> Path | None:
-        """Return the path of a file, and note its use; None if the cache does not have it."""
-        path = self._path(sha256)
-        now = time.time()
+        """Return the path of a file, and note its use; None if the cache does not have it, or has other bytes there."""
+        path, now = self._path(sha256), time.time()
+        if path.is_symlink() or not path.is_file() or not self._usable():
+            return None
         if now - self._touched.get(sha256, 0.0) > _TOUCH:
             try:
-                os.utime(path, (now, now))
+                if not self._is_verified(path):
+                    return None
+                os.utime(self._mark(sha256), (now, now))
             except OSError:
                 return None
             self._touched[sha256] = now
-        return path if path.exists() else None
+        return path
 
     def add(
         self, sha256: str, size: int, fetch: Callable[[], Iterable[bytes]], *, name: str, wait: bool = True
@@ -118,9 +131,14 @@ class Cache:
                     return None
                 try:
                     self._fill(partial, sha256, size, fetch, name)
-                    return partial.replace(self._path(sha256))
+                    path = partial.replace(self._path(sha256))
+                    write_atomic(self._mark(sha256), _identity(path), durable=False)
+                    return path
                 finally:
                     partial.unlink(missing_ok=True)
+        except ConfigError as error:
+            _warn_once(f"{error}; until then, shards are read without the cache")
+            return None
         except OSError as error:
             if isinstance(error, FileNotFoundError) and error.filename == name:
                 raise
@@ -158,9 +176,50 @@ class Cache:
         """Remove every file that no process is fetching. Returns the removed number of files and bytes."""
         removed = self.use()
         for _, path, _ in self._entries():
-            path.unlink(missing_ok=True)
+            self._remove(path)
         self._touched.clear()
         return removed
+
+    def make_private(self) -> Path:
+        """Return the folder, created and closed to other users. Raises ConfigError where it is not this user's."""
+        if not self._is_private:
+            is_open = self.folder.is_dir() and stat.S_IMODE(self.folder.stat().st_mode) & 0o022
+            private_folder(self.folder)
+            if is_open:  # others may have written its marks
+                shutil.rmtree(self.folder / _MARKS, ignore_errors=True)
+            subfolder(self.folder, _MARKS)
+            self._is_private = True
+        return self.folder
+
+    def _usable(self) -> bool:
+        try:
+            self.make_private()
+        except (ConfigError, OSError) as error:
+            _warn_once(f"{error}; until then, shards are read without the cache")
+            return False
+        return True
+
+    def _mark(self, sha256: str) -> Path:
+        return self.folder / _MARKS / sha256
+
+    def _is_verified(self, path: Path) -> bool:
+        """Return whether a file has the hash that its name states; remove it where it has not."""
+        mark = self._mark(path.name)
+        identity = _identity(path)
+        if mark.is_file() and mark.read_text() == identity:
+            return True
+        with ANYWHERE.open(path, StorageError) as file:
+            is_right = hashlib.file_digest(file, "sha256").hexdigest() == path.name
+        if is_right:
+            write_atomic(mark, identity, durable=False)
+            return True
+        _log.warning("%s has another content than its name states: it was damaged, or put there; removed", path)
+        self._remove(path)
+        return False
+
+    def _remove(self, path: Path) -> None:
+        path.unlink(missing_ok=True)
+        self._mark(path.name).unlink(missing_ok=True)
 
     def _path(self, sha256: str) -> Path:
         if not _HASH.fullmatch(sha256):
@@ -173,8 +232,12 @@ class Cache:
             for entry in found:
                 if _HASH.fullmatch(entry.name):
                     with contextlib.suppress(FileNotFoundError):
-                        stat = entry.stat()
-                        yield stat.st_mtime, Path(entry.path), stat.st_size
+                        found_file = entry.stat(follow_symlinks=False)
+                        try:
+                            used = self._mark(entry.name).stat().st_mtime
+                        except FileNotFoundError:
+                            used = found_file.st_mtime
+                        yield used, Path(entry.path), found_file.st_size
 
     def _reserve(self, partial: Path, size: int) -> bool:
         """Create the partial file with its full size, after making room. Returns whether there is room."""
@@ -188,9 +251,9 @@ class Cache:
             for _, path, freed in replaceable:
                 if total + size <= self.limit:
                     break
-                path.unlink(missing_ok=True)
+                self._remove(path)
                 total -= freed
-            with partial.open("wb") as file:
+            with partial.open("xb") as file:
                 file.truncate(size)
             return True
 
@@ -222,15 +285,14 @@ class Cache:
     @contextlib.contextmanager
     def _lock(self, name: str, *, wait: bool = True) -> Iterator[bool]:
         """Exclude other processes and threads from a part of the cache. Yields whether the lock was taken."""
-        folder = self.folder / "locks"
-        self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        folder.mkdir(exist_ok=True)
+        self.make_private()
+        folder = subfolder(self.folder, "locks")
         lock = _locks.setdefault((os.getpid(), str(folder / name)), threading.Lock())
         if not lock.acquire(blocking=wait):
             yield False
             return
         try:
-            with (folder / name).open("a+b") as file:
+            with open_own(folder / name) as file:
                 try:
                     fcntl.lockf(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
                 except OSError as error:
@@ -246,6 +308,12 @@ class Cache:
 def _differs(name: str, found: str) -> StorageError:
     message = f"{name} has {found}: it was replaced or damaged in the store; upload it again, or convert again"
     return StorageError(message, "mismatch")
+
+
+def _identity(path: Path) -> str:
+    """Return what identifies the bytes of a file: a new file has another inode, and a changed one another time."""
+    found = path.lstat()
+    return f"{found.st_dev} {found.st_ino} {found.st_size} {found.st_mtime_ns} {found.st_ctime_ns}\n"
 
 
 _warned: set[str] = set()

@@ -4,6 +4,7 @@ import hashlib
 import multiprocessing
 import os
 import signal
+import stat
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -35,7 +36,7 @@ def held(cache: Cache) -> list[int]:
 
 def age(cache: Cache, number: int, seconds: float) -> None:
     then = time.time() - seconds
-    os.utime(cache.folder / name(number), (then, then))
+    os.utime(cache.folder / "verified" / name(number), (then, then))
 
 
 def test_least_recently_used_files_make_room(tmp_path: Path) -> None:
@@ -141,6 +142,75 @@ def test_cache_that_cannot_be_written_is_left_out(tmp_path: Path, caplog: pytest
     assert add(cache, 1) is None
     assert cache.read(name(1), lambda: content(1), name="file") == content(1)
     assert "cannot be used" in caplog.text
+
+
+def plant(cache: Cache, number: int, data: bytes) -> None:
+    """Put a file into the cache under the hash of another content, as another program could."""
+    cache.folder.mkdir(exist_ok=True)
+    (cache.folder / name(number)).write_bytes(data)
+
+
+@pytest.mark.parametrize("data", [b"x" * SIZE, b"", b"x"], ids=["same size", "empty", "short"])
+def test_a_planted_file_is_not_believed(tmp_path: Path, data: bytes, caplog: pytest.LogCaptureFixture) -> None:
+    cache = Cache(tmp_path / "cache", 10 * SIZE)
+    plant(cache, 1, data)
+    assert cache.find(name(1)) is None
+    assert "another content" in caplog.text
+    path = add(cache, 1)
+    assert path is not None
+    assert path.read_bytes() == content(1)
+    assert Cache(cache.folder, cache.limit).read(name(1), lambda: b"not asked", name="x") == content(1)
+
+
+def test_a_file_that_was_changed_since_it_was_compared_is_fetched_again(tmp_path: Path) -> None:
+    cache = Cache(tmp_path / "cache", 10 * SIZE)
+    path = add(cache, 1)
+    assert path is not None
+    found = path.stat()
+    path.write_bytes(b"x" * SIZE)
+    os.utime(path, ns=(found.st_atime_ns, found.st_mtime_ns))  # the time of the last change cannot be set back
+    fresh = Cache(cache.folder, cache.limit)
+    assert fresh.read(name(1), lambda: content(1), name="x") == content(1)
+    path.unlink()
+    path.symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "elsewhere").write_bytes(content(1))
+    assert Cache(cache.folder, cache.limit).find(name(1)) is None
+
+
+def test_a_file_from_elsewhere_is_compared_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = Cache(tmp_path / "cache", 10 * SIZE)
+    plant(cache, 1, content(1))  # a copy of another machine's cache
+    assert cache.find(name(1)) is not None
+    monkeypatch.setattr(hashlib, "file_digest", None)  # a second comparison would fail
+    assert Cache(cache.folder, cache.limit).find(name(1)) is not None
+
+
+def test_the_folder_is_closed_to_others_and_their_marks_do_not_count(tmp_path: Path) -> None:
+    cache = Cache(tmp_path / "cache", 10 * SIZE)
+    path = add(cache, 1)
+    assert path is not None
+    assert stat.S_IMODE(cache.folder.stat().st_mode) == 0o700
+    path.write_bytes(b"x" * SIZE)
+    found = path.stat()
+    times = f"{found.st_mtime_ns} {found.st_ctime_ns}"
+    (cache.folder / "verified" / name(1)).write_text(f"{found.st_dev} {found.st_ino} {found.st_size} {times}\n")
+    cache.folder.chmod(0o777)
+    assert Cache(cache.folder, cache.limit).find(name(1)) is None
+    assert stat.S_IMODE(cache.folder.stat().st_mode) == 0o700
+
+
+def test_a_folder_of_another_user_is_not_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    cache = Cache(tmp_path / "cache", 10 * SIZE)
+    add(cache, 1)
+    owner = cache.folder.stat().st_uid
+    monkeypatch.setattr(os, "geteuid", lambda: owner + 1)
+    other = Cache(cache.folder, cache.limit)
+    assert other.find(name(1)) is None
+    assert add(other, 2) is None
+    assert other.read(name(2), lambda: content(2), name="x") == content(2)
+    assert "belongs to another user" in caplog.text
 
 
 def test_settings_come_from_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
