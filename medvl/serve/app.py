@@ -29,7 +29,7 @@ from medvl.serve import images
 from medvl.serve.config import ServeConfig
 from medvl.serve.engine import Engine, Pending
 from medvl.serve.gallery import Gallery
-from medvl.serve.guard import Guard, Refused
+from medvl.serve.guard import Guard, Refused, address_of
 from medvl.serve.models import Encoded, ServedModel, each_model
 from medvl.serve.requests import ImageRequest, read_request
 
@@ -54,7 +54,7 @@ def create_app(
         config: access and limits.
     """
     config = (config or ServeConfig()).with_token()
-    engine = Engine(config.waiting)
+    engine = Engine(config.waiting, config.max_bytes, config.address_share)
 
     @contextlib.asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -102,9 +102,12 @@ class _Served:
         """Return the route of a function that handles requests about an image."""
 
         async def respond(request: Request) -> Response:
+            address = address_of(request.client)
             try:
-                with self._engine.place():
-                    return JSONResponse(await answer(await read_request(request, self._config)))
+                with self._engine.upload(address) as count:
+                    fields = await read_request(request, self._config, count)
+                    with self._engine.place(address):
+                        return JSONResponse(await answer(fields))
             except Refused as refused:
                 return refused.response()
             except MedvlError as error:

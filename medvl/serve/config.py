@@ -28,9 +28,16 @@ class ServeConfig:
     requests_per_minute: int = 120
     """Requests of one address in a minute."""
     waiting: int = 32
-    """Requests that are read or wait for the model at a time. Together with `max_megabytes` it bounds the memory."""
+    """Requests that wait for the model at a time. Together with `max_megabytes` it bounds the memory: uploads in
+    progress take as many bytes at most."""
     upload_seconds: float = 60.0
     """Seconds within which a request must have arrived."""
+    stall_seconds: float = 5.0
+    """Seconds without a byte after which an upload is given up."""
+    header_seconds: float = 10.0
+    """Seconds within which a connection must have sent the headers of a request."""
+    connections_per_address: int = 64
+    """Connections of one address at a time. Another one closes the one that waits longest for a request."""
 
     batch: int = 16
     """Images of several requests that a model encodes at a time; 1 encodes them one by one."""
@@ -43,8 +50,8 @@ class ServeConfig:
             raise ConfigError(message, "out_of_range", field="token")
         check_within(self, "[0, 65535]", "port")
         check_within(self, "[0, 1]", "batch_wait")
-        positive = ("max_megabytes", "requests_per_minute", "waiting", "upload_seconds", "batch")
-        check_within(self, "(0, inf)", *positive)
+        positive = ("max_megabytes", "requests_per_minute", "waiting", "batch", "connections_per_address")
+        check_within(self, "(0, inf)", *positive, "upload_seconds", "stall_seconds", "header_seconds")
 
     @property
     def max_bytes(self) -> int:
@@ -58,6 +65,11 @@ class ServeConfig:
             return ipaddress.ip_address(self.host).is_loopback
         except ValueError:
             return self.host == "localhost"
+
+    @property
+    def address_share(self) -> float:
+        """Share of places and of bytes in progress that one address may have; on this machine alone, all have one."""
+        return 1.0 if self.is_local else 0.5
 
     def with_token(self) -> "ServeConfig":
         """Return the settings with the token of the environment, or a random one where other machines can connect."""

@@ -1,4 +1,4 @@
-"""Execution of requests: decoding in a few threads, models in one thread, and a limit on waiting requests."""
+"""Execution of requests: decoding in a few threads, models in one thread, limits of waiting requests and of uploads."""
 
 import asyncio
 import collections
@@ -31,32 +31,79 @@ class Pending:
         self.task: asyncio.Task[None] | None = None
 
 
+class Budget:
+    """A number of places or bytes, of which one address may have a share."""
+
+    def __init__(self, whole: int, share: float) -> None:
+        self._left, self._most = whole, max(1, int(share * whole))
+        self._taken: collections.Counter[str] = collections.Counter()
+
+    def check(self, address: str, number: int = 1) -> None:
+        """Raise `Refused` where so many are not left, or the address would have more than its share."""
+        if number > self._left or self._taken[address] + number > self._most:
+            raise Refused(429, "busy", "the server is busy; try again in a few seconds", 2)
+
+    def take(self, address: str, number: int) -> None:
+        """Take a number of them. Raises as `check`."""
+        self.check(address, number)
+        self._left -= number
+        self._taken[address] += number
+
+    def give(self, address: str, number: int) -> None:
+        """Give them back."""
+        self._left += number
+        self._taken[address] -= number
+        if not self._taken[address]:
+            del self._taken[address]
+
+
 class Engine:
     """Threads of the server.
 
     One thread calls the models, so that requests are served in the order of their arrival. Images of several requests
-    are encoded in one call (`together`). A request holds a place (`place`) from before it is read until it is answered;
-    the number of places limits the uploads in memory.
+    are encoded in one call (`together`). A request counts the bytes that it uploads (`upload`), and holds a place
+    (`place`) from its last byte until it is answered: a slow upload takes its own bytes only.
 
     Args:
         waiting: number of requests that may wait besides the one being served.
+        max_bytes: largest upload; all together may have as many bytes as all places.
+        share: largest share of places, and of bytes, of one address.
     """
 
-    def __init__(self, waiting: int) -> None:
-        self._places = waiting + 1
+    def __init__(self, waiting: int, max_bytes: int, share: float = 1.0) -> None:
+        self._places = Budget(waiting + 1, share)
+        self._bytes = Budget((waiting + 1) * max_bytes, share)
         self._models = ThreadPoolExecutor(1, "medvl-model")
         self._decoders = ThreadPoolExecutor(_DECODERS, "medvl-decode")
 
     @contextlib.contextmanager
-    def place(self) -> Iterator[None]:
+    def upload(self, address: str) -> Iterator[Callable[[int], None]]:
+        """Yield a function that counts received bytes; they are freed at the end of the context.
+
+        Raises `Refused` where no place is left that could serve the request, and so does the function where the uploads
+        have as many bytes as they may.
+        """
+        self._places.check(address)
+        received = 0
+
+        def count(number: int) -> None:
+            nonlocal received
+            self._bytes.take(address, number)
+            received += number
+
+        try:
+            yield count
+        finally:
+            self._bytes.give(address, received)
+
+    @contextlib.contextmanager
+    def place(self, address: str) -> Iterator[None]:
         """Hold a place within the context. Raises `Refused` if none is left."""
-        if not self._places:
-            raise Refused(429, "busy", "the server is busy; try again in a few seconds", 2)
-        self._places -= 1
+        self._places.take(address, 1)
         try:
             yield
         finally:
-            self._places += 1
+            self._places.give(address, 1)
 
     async def decode(self, function: Callable[[], Result]) -> Result:
         """Run a function that reads an image."""

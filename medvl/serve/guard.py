@@ -4,6 +4,7 @@ Nothing that a client has sent is logged or returned.
 """
 
 import hmac
+import ipaddress
 import logging
 import math
 import time
@@ -20,6 +21,8 @@ _log = logging.getLogger("medvl.serve")
 _LOCAL_NAMES = ("localhost", "127.0.0.1", "[::1]")
 _MOST_ADDRESSES = 4096
 """Addresses whose requests are counted at a time."""
+_SUBSCRIBER_BITS = 64
+"""First bits of an IPv6 address, which one subscriber has; the other 64 can be chosen freely."""
 _HEADERS = {
     "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data: blob:; "
     "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
@@ -31,6 +34,19 @@ _HEADERS = {
     "permissions-policy": "camera=(), microphone=(), geolocation=()",
     "cache-control": "no-store",
 }
+
+
+def address_of(client: tuple[str, int] | None) -> str:
+    """Return the address that limits count: an IPv4 address, or the network of a subscriber in IPv6."""
+    try:
+        found = ipaddress.ip_address(client[0] if client else "")
+    except ValueError:  # a test client, or a Unix socket
+        return ""
+    if isinstance(found, ipaddress.IPv6Address) and found.ipv4_mapped is not None:
+        found = found.ipv4_mapped
+    if found.version == 4 or found.is_loopback:
+        return str(found)
+    return str(ipaddress.ip_network((int(found), _SUBSCRIBER_BITS), strict=False))
 
 
 class Refused(Exception):
@@ -121,8 +137,7 @@ class Guard:
             raise Refused(403, "origin", "requests of other origins are not served")
         if not scope["path"].startswith("/api"):
             return
-        client = scope.get("client")
-        self._rate.take(client[0] if client else "")
+        self._rate.take(address_of(scope.get("client")))
         if self._config.token is not None and not self._has_token(headers):
             raise Refused(401, "token", "expected the token that the server printed when it started")
 

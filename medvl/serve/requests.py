@@ -3,7 +3,7 @@
 import asyncio
 import dataclasses
 import math
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 
 from starlette.datastructures import FormData, UploadFile
 from starlette.formparsers import MultiPartException, MultiPartParser
@@ -36,10 +36,13 @@ class ImageRequest:
     """Findings, a phrase, or a question."""
 
 
-async def read_request(request: Request, config: ServeConfig) -> ImageRequest:
+async def read_request(request: Request, config: ServeConfig, count: Callable[[int], None]) -> ImageRequest:
     """Read a form with the file `image` and the fields frame, center, width and any number of `text`.
 
-    Raises `Refused`: 413 over the limit, 408 when it takes too long, 415 for another type, 400 for a damaged form.
+    `count` is called with the number of bytes that have arrived.
+
+    Raises `Refused`: 413 over the limit, 408 when it takes too long or stops, 415 for another type, 400 for a damaged
+    form; and what `count` raises.
     """
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "multipart/form-data":
@@ -48,13 +51,14 @@ async def read_request(request: Request, config: ServeConfig) -> ImageRequest:
     if length.isdigit() and len(length) < 20 and int(length) > config.max_bytes:
         raise _too_large(config)
     parser = _InMemoryParser(
-        request.headers, _bounded(request, config), max_files=1, max_fields=MAX_TEXTS + 4, max_part_size=8192
+        request.headers, _bounded(request, config, count), max_files=1, max_fields=MAX_TEXTS + 4, max_part_size=8192
     )
     try:
         async with asyncio.timeout(config.upload_seconds):
             form = await parser.parse()
     except TimeoutError:
-        raise Refused(408, "slow", f"the request did not arrive within {config.upload_seconds:g} seconds") from None
+        limits = f"{config.upload_seconds:g} seconds, and without a pause of {config.stall_seconds:g}"
+        raise Refused(408, "slow", f"the request did not arrive within {limits}") from None
     except (MultiPartException, KeyError, ValueError):
         raise Refused(400, "malformed", "the form is damaged, or has too many or too long fields") from None
     except ClientDisconnect:
@@ -65,12 +69,17 @@ async def read_request(request: Request, config: ServeConfig) -> ImageRequest:
         await form.close()
 
 
-async def _bounded(request: Request, config: ServeConfig) -> AsyncGenerator[bytes, None]:
-    received = 0
-    async for chunk in request.stream():
+async def _bounded(request: Request, config: ServeConfig, count: Callable[[int], None]) -> AsyncGenerator[bytes, None]:
+    received, stream = 0, request.stream()
+    while True:
+        async with asyncio.timeout(config.stall_seconds):
+            chunk = await anext(stream, None)
+        if chunk is None:
+            return
         received += len(chunk)
         if received > config.max_bytes:
             raise _too_large(config)
+        count(len(chunk))
         yield chunk
 
 

@@ -14,7 +14,6 @@ from medvl.serve.gallery import Gallery
 from medvl.serve.models import ServedModel
 
 _MOST_MODELS = 2
-_MOST_CONNECTIONS = 512
 
 
 def serve(
@@ -44,6 +43,8 @@ def serve(
     """
     import uvicorn
 
+    from medvl.serve.connections import MOST_CONNECTIONS, limited_protocol
+
     config = (config or ServeConfig()).with_token()
     models = open_models(checkpoints, prompts=prompts, calibrations=calibrations, device=device)
     images = None if gallery is None else Gallery.build(gallery, models, gallery_images)
@@ -54,10 +55,11 @@ def serve(
     settings = uvicorn.Config(
         app,
         log_config=None,
+        http=limited_protocol(config),
         access_log=False,  # would log the paths of requests, which clients can choose freely
         proxy_headers=False,  # a client could name another address with each request
         server_header=False,
-        limit_concurrency=_MOST_CONNECTIONS,
+        limit_concurrency=MOST_CONNECTIONS,
         timeout_keep_alive=10,
         timeout_graceful_shutdown=10,
         ws="none",

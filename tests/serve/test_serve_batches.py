@@ -22,7 +22,7 @@ def answers(
     """Return the result or error of each image, all asked for at once."""
 
     async def run() -> list[Any]:
-        engine, pending = Engine(100), Pending(encode, most, wait)
+        engine, pending = Engine(100, 1000), Pending(encode, most, wait)
         try:
             return await asyncio.gather(
                 *(engine.together(pending, image, finish) for image in images), return_exceptions=True
@@ -72,7 +72,7 @@ def test_images_that_come_while_the_model_is_busy_go_together() -> None:
         return images
 
     async def run() -> None:
-        engine, pending = Engine(100), Pending(encode, 16, 0.0)
+        engine, pending = Engine(100, 1000), Pending(encode, 16, 0.0)
 
         async def late(number: int) -> int:
             await asyncio.sleep(0.02 if number else 0)
@@ -87,7 +87,7 @@ def test_images_that_come_while_the_model_is_busy_go_together() -> None:
 
 def test_request_that_is_gone_does_not_stop_the_others() -> None:
     async def run() -> None:
-        engine, pending = Engine(100), Pending(lambda images: images, 16, 0.01)
+        engine, pending = Engine(100, 1000), Pending(lambda images: images, 16, 0.01)
         tasks = [asyncio.create_task(engine.together(pending, number, lambda row: row)) for number in range(3)]
         await asyncio.sleep(0)
         tasks[1].cancel()

@@ -5,6 +5,7 @@ import logging
 import sys
 import tempfile
 from collections.abc import AsyncIterator
+from typing import Any
 
 import httpx2
 import numpy as np
@@ -16,7 +17,8 @@ from medvl.cli import main as cli
 from medvl.data.images.codecs import encode_jpeg
 from medvl.errors import ConfigError
 from medvl.serve import ServeConfig, create_app
-from medvl.serve.guard import RateLimit, Refused
+from medvl.serve.engine import Budget, Engine
+from medvl.serve.guard import RateLimit, Refused, address_of
 from medvl.serve.run import listen
 
 TOKEN = "a-token-of-more-than-16"
@@ -95,25 +97,99 @@ def test_large_uploads_are_refused_with_and_without_a_length() -> None:
     assert code(app.post("/api/view", content=chunks(), headers=headers)) == (413, "too_large")
 
 
-def test_more_than_waiting_requests_are_refused() -> None:
-    config = ServeConfig(requests_per_minute=1000, waiting=1, upload_seconds=0.3)
-    app = create_app([SERVED], None, config)
+async def never_ends() -> AsyncIterator[bytes]:
+    yield b"--x\r\n"
+    await asyncio.sleep(60)
 
-    async def never_ends() -> AsyncIterator[bytes]:
-        yield b"--x\r\n"
-        await asyncio.sleep(60)
 
-    async def run() -> tuple[list[tuple[int, str]], tuple[int, str]]:
-        headers = {"content-type": "multipart/form-data; boundary=x"}
+FORM = {"content-type": "multipart/form-data; boundary=x"}
+
+
+def test_uploads_that_stop_shut_nobody_out() -> None:
+    app = create_app([SERVED], None, ServeConfig(requests_per_minute=1000, waiting=1, stall_seconds=0.5))
+
+    async def run() -> tuple[list[tuple[int, str]], int]:
         async with httpx2.AsyncClient(transport=_Streaming(app), base_url=HOST) as to:
-            slow = [asyncio.create_task(to.post("/api/view", content=never_ends(), headers=headers)) for _ in range(2)]
+            slow = [asyncio.create_task(to.post("/api/view", content=never_ends(), headers=FORM)) for _ in range(34)]
             await asyncio.sleep(0.05)
-            third = await to.post("/api/view", files={"image": ("i", png())})
-            return [code(answer) for answer in await asyncio.gather(*slow)], code(third)
+            other = await to.post("/api/view", files={"image": ("i", png())})
+            return [code(answer) for answer in await asyncio.gather(*slow)], other.status_code
 
-    slow, third = asyncio.run(run())
-    assert third == (429, "busy")
-    assert slow == [(408, "slow")] * 2
+    slow, other = asyncio.run(run())
+    assert other == 200
+    assert slow == [(408, "slow")] * 34
+
+
+def test_an_upload_must_arrive_in_time() -> None:
+    app = create_app([SERVED], None, ServeConfig(upload_seconds=0.3))
+
+    async def trickles() -> AsyncIterator[bytes]:
+        yield b'--x\r\nContent-Disposition: form-data; name="image"; filename="a"\r\n\r\n'
+        while True:
+            yield b"x"
+            await asyncio.sleep(0.05)
+
+    async def run() -> httpx2.Response:
+        async with httpx2.AsyncClient(transport=_Streaming(app), base_url=HOST) as to:
+            return await to.post("/api/view", content=trickles(), headers=FORM)
+
+    assert code(asyncio.run(run())) == (408, "slow")
+
+
+def test_more_than_waiting_requests_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    app = create_app([SERVED], None, ServeConfig(requests_per_minute=1000, waiting=1))
+    served_at_last = asyncio.Event()
+
+    async def wait(self: Engine, function: Any) -> Any:
+        await served_at_last.wait()
+        return function()
+
+    monkeypatch.setattr(Engine, "decode", wait)
+
+    async def run() -> tuple[tuple[int, str], list[int]]:
+        async with httpx2.AsyncClient(transport=_Streaming(app), base_url=HOST) as to:
+            held = [asyncio.create_task(to.post("/api/view", files={"image": ("i", png())})) for _ in range(2)]
+            await asyncio.sleep(0.2)
+            third = await to.post("/api/view", files={"image": ("i", png())})
+            served_at_last.set()
+            return code(third), [answer.status_code for answer in await asyncio.gather(*held)]
+
+    assert asyncio.run(run()) == ((429, "busy"), [200, 200])
+
+
+def test_places_and_bytes_are_shared_between_addresses() -> None:
+    budget = Budget(10, 0.5)
+    budget.take("a", 5)
+    with pytest.raises(Refused):
+        budget.take("a", 1)
+    budget.take("b", 5)
+    with pytest.raises(Refused):
+        budget.check("c")
+    budget.give("a", 5)
+    budget.check("c", 5)
+    engine = Engine(1, 100)
+    with engine.upload("a") as count:
+        count(150)
+        with engine.upload("b") as other, pytest.raises(Refused):
+            other(51)
+    with engine.upload("b") as count:
+        count(200)  # the bytes of the others are free again
+
+
+@pytest.mark.parametrize(
+    ("client", "address"),
+    [
+        (("192.0.2.7", 1), "192.0.2.7"),
+        (("::ffff:192.0.2.7", 1), "192.0.2.7"),
+        (("::1", 1), "::1"),
+        (("2001:db8:1:2:3::4", 1), "2001:db8:1:2::/64"),
+        (("2001:db8:1:2:ffff::9", 1), "2001:db8:1:2::/64"),
+        (("testclient", 1), ""),
+        (None, ""),
+    ],
+)
+def test_a_subscriber_in_ipv6_is_one_address(client: tuple[str, int] | None, address: str) -> None:
+    assert address_of(client) == address
 
 
 class _Streaming(httpx2.ASGITransport):
