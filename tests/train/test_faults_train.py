@@ -79,8 +79,9 @@ def test_buffered_records_are_written_when_the_disk_has_space(
 
 
 @pytest.mark.fault("F2")
-def test_lost_records_are_counted(caplog: pytest.LogCaptureFixture) -> None:
-    """/dev/full refuses every write."""
+def test_lost_records_are_counted(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    """/dev/full refuses every write; it is no regular file, which would be refused when it is opened."""
+    monkeypatch.setattr(logger, "open_own", lambda path, buffering: path.open("ab", buffering))
     lines = logger._BufferedLines(Path("/dev/full"))
     for number in range(3):
         lines.add(str(number))

@@ -60,8 +60,6 @@ class ExternalOptions:
     """two files of CheXbert's label.py: of the generated reports and of the references"""
     radgraph: tuple[Path, Path] | None = None
     """two files of RadGraph's annotations: of the generated reports and of the references"""
-    radgraph_model: str | None = None
-    """annotate both with this model of the package radgraph (medvl[radgraph]), such as radgraph-xl"""
     metric_scores: Path | None = None
     """file of CXR-Report-Metric"""
 
@@ -77,17 +75,12 @@ class ExternalOptions:
             groups.append(external.chexbert_metrics(*self.chexbert, texts, uncertain))
         if self.radgraph is not None:
             groups += external.radgraph_metrics(*(external.read_radgraph(path, len(reports)) for path in self.radgraph))
-        elif self.radgraph_model is not None:
-            sides = ([report.generated for report in reports], [report.reference for report in reports])
-            groups += external.radgraph_metrics(
-                *(external.annotate_radgraph(side, self.radgraph_model) for side in sides)
-            )
         if self.metric_scores is not None:
             groups += external.report_metric_scores(self.metric_scores, len(reports))
         return groups
 
     def inputs(self) -> dict[str, str]:
-        """Return the hashes of the files that are read, and the package that annotates."""
+        """Return the hashes of the files that are read."""
         named = {"chexbert": self.chexbert, "radgraph": self.radgraph}
         hashes = {
             f"{name}_{side}": sha256(path)
@@ -96,10 +89,6 @@ class ExternalOptions:
         }
         if self.metric_scores is not None:
             hashes["metric_scores"] = sha256(self.metric_scores)
-        if self.radgraph is None and self.radgraph_model is not None:
-            from importlib.metadata import version
-
-            hashes["radgraph"] = f"{self.radgraph_model}, radgraph {version('radgraph')}"
         return hashes
 
 

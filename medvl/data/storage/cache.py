@@ -29,9 +29,8 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Self
 
-from medvl.common.files import open_own, write_atomic
+from medvl.common.files import open_own, sha256 as sha256_of, write_atomic
 from medvl.common.folders import private_folder, subfolder
-from medvl.common.untrusted import ANYWHERE
 from medvl.errors import ConfigError, StorageError
 
 PROTECTED = 60.0
@@ -208,9 +207,7 @@ class Cache:
         identity = _identity(path)
         if mark.is_file() and mark.read_text() == identity:
             return True
-        with ANYWHERE.open(path, StorageError) as file:
-            is_right = hashlib.file_digest(file, "sha256").hexdigest() == path.name
-        if is_right:
+        if sha256_of(path) == path.name:
             write_atomic(mark, identity, durable=False)
             return True
         _log.warning("%s has another content than its name states: it was damaged, or put there; removed", path)

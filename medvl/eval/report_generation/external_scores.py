@@ -89,20 +89,6 @@ def read_radgraph(path: Path, reports: int) -> list[Annotation]:
     return entries
 
 
-def annotate_radgraph(texts: Sequence[str], model: str = "radgraph-xl") -> list[Annotation]:
-    """Annotate texts by the package `radgraph`, the extra `medvl[radgraph]`, which downloads its model on first use.
-
-    Raises EvaluationError where the package is not installed.
-    """
-    try:
-        from radgraph import RadGraph
-    except ImportError as error:
-        message = "radgraph is not installed: pip install 'medvl[radgraph]', or give files of its annotations"
-        raise EvaluationError(message, "not_found", field="radgraph") from error
-    annotated = RadGraph(model_type=model)(list(texts))
-    return [annotated[str(number)] for number in range(len(texts))]
-
-
 def report_metric_scores(path: Path, reports: int) -> list[MetricGroup]:
     """Return the means of the scores in a file of CXR-Report-Metric. Raises EvaluationError."""
     rows = _read_csv(path, "scores")

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from helpers.errors import raises
 
+from medvl.data.storage import cache as cache_module
 from medvl.data.storage.cache import Cache, parse_bytes
 from medvl.errors import ConfigError, StorageError
 
@@ -181,7 +182,7 @@ def test_a_file_from_elsewhere_is_compared_once(tmp_path: Path, monkeypatch: pyt
     cache = Cache(tmp_path / "cache", 10 * SIZE)
     plant(cache, 1, content(1))  # a copy of another machine's cache
     assert cache.find(name(1)) is not None
-    monkeypatch.setattr(hashlib, "file_digest", None)  # a second comparison would fail
+    monkeypatch.setattr(cache_module, "sha256_of", None)  # a second comparison would fail
     assert Cache(cache.folder, cache.limit).find(name(1)) is not None
 
 

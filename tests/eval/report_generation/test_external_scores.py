@@ -1,7 +1,6 @@
 """Files of CheXbert, RadGraph and CXR-Report-Metric, and reports of other systems."""
 
 import csv
-import importlib.util
 import json
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,6 @@ from medvl.errors import EvaluationError
 from medvl.eval import GeneratedReport, evaluate_reports, read_results
 from medvl.eval.core.metric_rows import MetricGroup, measure
 from medvl.eval.report_generation.external_scores import (
-    annotate_radgraph,
     chexbert_metrics,
     radgraph_metrics,
     read_radgraph,
@@ -106,12 +104,6 @@ def test_radgraph_f1_at_three_levels(tmp_path: Path) -> None:
         files[0].write_text(content)
         with raises(EvaluationError, "malformed", "radgraph"):
             read_radgraph(files[0], 1)
-
-
-def test_radgraph_is_optional() -> None:
-    if importlib.util.find_spec("radgraph") is None:
-        with raises(EvaluationError, "not_found", "radgraph"):
-            annotate_radgraph(["Edema."])
 
 
 def test_scores_by_report_are_averaged(tmp_path: Path) -> None:
