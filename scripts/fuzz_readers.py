@@ -6,13 +6,13 @@ import io
 import json
 import shutil
 import tempfile
-from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from medvl.data import RowCounts
 from medvl.errors import MedvlError
 
 # The readers under test are internals, imported in the functions below.
@@ -82,7 +82,7 @@ def _shards(scratch: Path) -> Path:
             labels={"Edema": 1},
         )
         records.append(Record(sample))
-    plan = Plan("lab", records, ("Edema",), Counter())
+    plan = Plan("lab", records, ("Edema",), RowCounts())
     run = ShardRun(out=folder / "out", workers=1)
     write_shards(plan, Deidentifier(bytes(32)), run, ShardOptions(short_side=16, image_format="png"))
     return folder / "out" / "train"

@@ -10,6 +10,7 @@ import pytest
 
 import medvl
 from medvl.data import Deidentifier, Plan, Record, ShardOptions, ShardRun, write_shards
+from medvl.data.corpora.common.row_counts import RowCounts
 from medvl.schema import Sample
 
 ROOT = Path(__file__).parent.parent
@@ -29,7 +30,7 @@ def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
             key=f"k-{number}", corpus="pairs", split="train" if number < 16 else "validate", patient=deid.patient(number),
             study=f"s{number}", image=folder / f"{number}.png", sections={"impression": text},
         )))  # fmt: skip
-    plan = Plan("pairs", records, (), {})
+    plan = Plan("pairs", records, (), RowCounts())
     write_shards(plan, deid, ShardRun(out=folder / "shards", workers=1), ShardOptions(short_side=48))
     return folder / "shards"
 

@@ -12,7 +12,6 @@ import tarfile
 import tomllib
 import tracemalloc
 import zlib
-from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
@@ -30,6 +29,7 @@ from pydicom.uid import UID
 from medvl.cli import main as cli
 from medvl.data.convert.options import ShardRun
 from medvl.data.convert.pipeline import write_shards
+from medvl.data.corpora.common.row_counts import RowCounts
 from medvl.data.corpora.common.tables import Plan, Record
 from medvl.data.dicom.reader import read_dicom
 from medvl.data.privacy.burned_in_text import has_burned_in_text
@@ -340,7 +340,7 @@ def test_patient_data_of_readable_and_broken_files_is_never_stored_or_printed(
         report.write_bytes(REPORT.encode() + (b"\0" if broken == "report" else b""))
         ids = {"patient": deid.patient(number), "study": deid.study(number, 1)}
         records.append(Record(Sample(key=deid.image(number), corpus="lab", split="train", image=image, **ids), report))
-    plan = Plan("lab", records, (), Counter())
+    plan = Plan("lab", records, (), RowCounts())
     with raises(BudgetError, "budget", "max_skipped") as raised:
         write_shards(plan, deid, ShardRun(out=tmp_path / "out", workers=1, max_skipped=1), OPTIONS)
     (manifest,) = write_shards(plan, deid, ShardRun(out=tmp_path / "out", workers=1, max_skipped=3), OPTIONS).values()

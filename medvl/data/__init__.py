@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     )
     from medvl.data.convert.shard_task import ShardTask as ShardTask, build_shard as build_shard
     from medvl.data.corpora.common.record_file import Records as Records
+    from medvl.data.corpora.common.row_counts import RowCounts as RowCounts
     from medvl.data.corpora.common.tables import Plan as Plan, Record as Record, read_record as read_record
     from medvl.data.dicom.reader import DicomImage as DicomImage, read_dicom as read_dicom
     from medvl.data.images.codecs import (

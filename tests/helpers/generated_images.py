@@ -1,6 +1,5 @@
 """Small folders of generated images, and real shards of the same kind of images."""
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ from torch import Tensor, nn
 
 from medvl.data.convert.options import ShardOptions, ShardRun
 from medvl.data.convert.pipeline import write_shards
+from medvl.data.corpora.common.row_counts import RowCounts
 from medvl.data.corpora.common.tables import Plan, Record
 from medvl.data.images.codecs import encode_png
 from medvl.data.images.generated import GeneratedImages, GeneratedImagesWriter, Generation
@@ -76,7 +76,7 @@ def write_real(folder: Path, counts: Mapping[str, int], width: int = SIZE + 8) -
                 view="PA" if number % 3 else "LATERAL",
             )
             records.append(Record(sample))
-    plan = Plan("drawn", records, ("Edema", "Pleural Effusion"), Counter())
+    plan = Plan("drawn", records, ("Edema", "Pleural Effusion"), RowCounts())
     options = ShardOptions(short_side=SIZE, image_format="png")
     write_shards(plan, DEID, ShardRun(out=folder / "shards", workers=1), options)
     return {split: folder / "shards" / split for split in counts}

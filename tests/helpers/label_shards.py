@@ -1,7 +1,6 @@
 """Shards of easily classified images, for the tests of probes and classifiers."""
 
 import dataclasses
-from collections import Counter
 from pathlib import Path
 
 import cv2
@@ -10,6 +9,7 @@ import numpy as np
 from helpers.eval_fakes import make_source
 from medvl.data.convert.options import ShardOptions, ShardRun
 from medvl.data.convert.pipeline import write_shards
+from medvl.data.corpora.common.row_counts import RowCounts
 from medvl.data.corpora.common.tables import Plan, Record
 from medvl.data.privacy.deidentify import Deidentifier
 
@@ -43,7 +43,7 @@ def make_shards(folder: Path, *, texts: bool = False) -> Path:
             sections={"caption": f"Image {number} is {'bright' if bright else 'dark'}."} if texts else {},
         )
         records.append(Record(named))
-    plan = Plan("bright", records, NAMES, Counter())
+    plan = Plan("bright", records, NAMES, RowCounts())
     run = ShardRun(out=folder / "shards", workers=1)
     write_shards(plan, deid, run, ShardOptions(short_side=32, keep_textless=True))
     return folder / "shards"

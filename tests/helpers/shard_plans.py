@@ -2,11 +2,11 @@
 
 import hashlib
 import json
-from collections import Counter
 from pathlib import Path
 
 from helpers.mimic_files import textured
 from medvl.data.convert.options import ShardOptions
+from medvl.data.corpora.common.row_counts import RowCounts
 from medvl.data.corpora.common.tables import Plan, Record
 from medvl.data.images.codecs import encode_png
 from medvl.schema import Sample
@@ -31,7 +31,7 @@ def make_plan(folder: Path, count: int = 12, bad: dict[int, bytes] | None = None
             labels={"even": int(number % 2 == 0)},
         )
         records.append(Record(sample))
-    return Plan("lab", records, ("even",), Counter())
+    return Plan("lab", records, ("even",), RowCounts())
 
 
 OPTIONS = ShardOptions(short_side=32, samples_per_shard=5, image_format="png")

@@ -18,6 +18,7 @@ from medvl.data.storage.location import locate
 from medvl.errors import ConfigError
 
 if TYPE_CHECKING:
+    from medvl.data.corpora.common.row_counts import RowCounts
     from medvl.data.corpora.common.tables import Plan
     from medvl.data.privacy.deidentify import Deidentifier
     from medvl.data.shards.format import Manifest
@@ -354,11 +355,13 @@ def split_fractions(items: tuple[str, ...]) -> dict[str, float]:
 
 
 def _report(out: Path, manifests: "Mapping[str, Manifest]") -> list[str]:
-    """Return one line per split, the warnings of all splits, and advice about them."""
+    """Return the counts of the corpus, one line per split, the warnings of all splits, and advice about them."""
     from medvl.data.convert.conversion import Conversion
     from medvl.data.convert.private_folder import PrivateFolder
 
-    lines = [_summary(split, manifest) for split, manifest in manifests.items()]
+    rows = next((str(counts) for manifest in manifests.values() if (counts := corpus_counts(manifest))), None)
+    lines = [] if rows is None else [f"{rows[0].upper()}{rows[1:]}"]
+    lines += [_summary(split, manifest) for split, manifest in manifests.items()]
     warnings = sum((Counter(manifest.warnings) for manifest in manifests.values()), Counter[str]())
     of_corpus = Conversion.read(PrivateFolder(out)).corpus_warnings  # included in every manifest
     warnings -= Counter({name: count * (len(manifests) - 1) for name, count in of_corpus.items()})
@@ -377,6 +380,13 @@ def _summary(split: str, manifest: "Manifest") -> str:
     counts = sorted({**manifest.excluded, **manifest.skipped}.items())
     omitted = "".join(f", {count} {reason}" for reason, count in counts)
     return f"{split}: {manifest.samples} samples of {len(manifest.patients)} patients{omitted}"
+
+
+def corpus_counts(manifest: "Manifest") -> "RowCounts | None":
+    """Return the rows of the whole corpus, None where the manifest has no counts."""
+    from medvl.data.corpora.common.row_counts import RowCounts
+
+    return RowCounts.from_json(manifest.rows, manifest.excluded_from_corpus)
 
 
 def named_values(items: tuple[str, ...], option: str) -> dict[str, str]:

@@ -53,8 +53,7 @@ def text(
         held_out=HeldOutTexts(sets) if sets else None,
         fractions=split_fractions(splits),
     )
-    left_out = ", ".join(f"{count} {reason}" for reason, count in sorted(plan.excluded.items()))
-    return "\n".join([convert(plan, deid, shared), f"Documents left out: {left_out or 'none'}"])
+    return convert(plan, deid, shared)
 
 
 def concepts(

@@ -1,10 +1,12 @@
 """`medvl verify`: folders of shards against their manifests, data cards and other folders."""
 
 import sys
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from medvl.cli.shards.corpora import corpus_counts
 from medvl.errors import ShardError, SplitError
 
 if TYPE_CHECKING:
@@ -25,6 +27,7 @@ def verify(folder: Path, *, against: Path | None = None, decode: bool = False, f
         decode: also decode every image.
         full: require the counts of the full release (see the data card).
     """
+    from medvl.data.corpora.common.row_counts import listed
     from medvl.data.shards.format import split_folders
     from medvl.data.shards.verify import verify_folder
     from medvl.data.splits import check_disjoint
@@ -33,11 +36,12 @@ def verify(folder: Path, *, against: Path | None = None, decode: bool = False, f
     results = [verify_folder(part, decode=decode, progress=sys.stderr.isatty()) for part in split_folders(folder)]
     for result in results:
         manifest = result.manifest
-        left_out = sum(manifest.excluded.values()) + sum(manifest.skipped.values())
+        counts = Counter(manifest.excluded) + Counter(manifest.skipped)
+        left_out = f"{counts.total()} left out{f' ({listed(counts)})' if counts else ''}"
         state = "intact" if not result.problems else f"{len(result.problems)} PROBLEMS"
         print(
             f"{manifest.corpus}/{manifest.split}: {manifest.samples} samples of {len(manifest.patients)} patients "
-            f"in {len(manifest.shards)} shards, {left_out} left out: {state}"
+            f"in {len(manifest.shards)} shards, {left_out}: {state}"
         )
         for problem in result.problems[:_MAX_SHOWN]:
             print(f"  {problem}")
@@ -45,6 +49,9 @@ def verify(folder: Path, *, against: Path | None = None, decode: bool = False, f
             _print_regions(regions)
         if isinstance(result.folder, RemotePath) and not result.folder.can_list:
             print("  a web server lists no files: regions and files that are not in the manifest are not looked for")
+    for rows in dict.fromkeys(_corpus_rows(result.manifest) for result in results):
+        if rows:
+            print(rows)
     manifests = {result.manifest.split: result.manifest for result in results}
     check_disjoint({split: manifest.patients for split, manifest in manifests.items()}, str(locate(folder)))
     _compare_counts(manifests, full)
@@ -52,6 +59,17 @@ def verify(folder: Path, *, against: Path | None = None, decode: bool = False, f
         raise ShardError(f"{locate(folder)} is damaged; copy or convert it again", "malformed", field="folder")
     if against is not None:
         _compare_folders(folder, against)
+
+
+def _corpus_rows(manifest: "Manifest") -> str:
+    """Return a line with the rows of the corpus before conversion; "" where the manifest has none."""
+    from medvl.data.corpora.common.row_counts import listed
+
+    rows = corpus_counts(manifest)
+    if rows is not None:
+        return f"{manifest.corpus}: {rows}"
+    excluded = Counter(manifest.excluded_from_corpus)
+    return f"{manifest.corpus}: {excluded.total()} left out before conversion ({listed(excluded)})" if excluded else ""
 
 
 def _print_regions(result: "RegionVerification") -> None:

@@ -45,7 +45,7 @@ class Conversion:
     """`i/n`, or None for the whole corpus."""
     label_names: tuple[str, ...]
     excluded: Mapping[str, int]
-    """Images excluded before planning, by rule."""
+    """Rows left out before planning by an option or a rule, by reason."""
     corpus_warnings: Mapping[str, int]
     """Repairs to the tables of the corpus, by rule."""
     planned: Mapping[str, int]
@@ -53,6 +53,8 @@ class Conversion:
     packages: Mapping[str, str]
     generators: tuple[Mapping[str, Any], ...] = ()
     """Generators of synthetic images (`Manifest.generators`)."""
+    rows: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    """Rows of the corpus, as `Manifest.rows`."""
 
     @classmethod
     def from_plan(cls, plan: ShardPlan, options: ShardOptions, salt: str, part: str | None) -> "Conversion":
@@ -64,7 +66,8 @@ class Conversion:
             options=options.stored(),
             part=part,
             label_names=plan.label_names,
-            excluded=_nonzero(plan.excluded),
+            excluded=_nonzero(plan.rows.excluded),
+            rows=plan.rows.to_json(),
             corpus_warnings=_nonzero(plan.warnings),
             planned=dict(count_by_split(plan.shards)),
             packages=package_versions(),

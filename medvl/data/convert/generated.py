@@ -6,6 +6,7 @@ from pathlib import Path
 
 from medvl.common.untrusted import InputFolders
 from medvl.data.corpora.common.record_file import Records
+from medvl.data.corpora.common.row_counts import RowCounts
 from medvl.data.corpora.common.tables import Plan, Record
 from medvl.data.images.generated import GeneratedImages
 from medvl.data.privacy.deidentify import Deidentifier
@@ -43,17 +44,18 @@ def plan(
     check_name(split, "split")
     images = GeneratedImages.open(root)
     patients = _patients(images, deid, sources)
-    records, trained_on = Records(), images.train_manifests()
-    for number, row in enumerate(images.rows):
+    rows, records, trained_on = RowCounts(), Records(), images.train_manifests()
+    for number, row in enumerate(rows.reading(images.rows)):
         images.pixels(number)  # raises where they are not those that were generated
         patient = deid.patient(f"prompt {row.prompt}") if row.source_key is None else patients[row.source_key]
         sample = generated_sample(images, number, patient=patient, corpus=name, split=split)
         records.append(Record(sample))
+        rows.kept += 1
     return Plan(
         corpus=name,
         records=records,
         label_names=FINDINGS,
-        excluded=Counter(),
+        rows=rows,
         warnings=Counter(generator_of_unknown_training_data=0 if trained_on else len(images)),
         folders=InputFolders.of(root),
         generators=({"sha256": images.generation.generator, "trained_on": trained_on},),

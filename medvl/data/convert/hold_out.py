@@ -28,4 +28,4 @@ def hold_out(plan: Plan, folders: Sequence[Path], deid: Deidentifier) -> Plan:
         held_out.update(manifest.patients)
     records = Records(record for record in plan.records if record.sample.patient not in held_out)
     excluded = Counter({EXCLUDED: len(plan.records) - len(records)})
-    return dataclasses.replace(plan, records=records, excluded=plan.excluded + excluded)
+    return dataclasses.replace(plan, records=records, rows=plan.rows.excluding(excluded))

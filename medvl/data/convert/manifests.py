@@ -38,6 +38,7 @@ def _manifest(conversion: Conversion, split: str, notes: Sequence[ShardNote], pl
         salt=conversion.salt,
         planned=planned,
         excluded_from_corpus=conversion.excluded,
+        rows=conversion.rows,
         excluded=_total(note.excluded for note in notes),
         skipped=dict(sorted(Counter(reason for _, reason in skipped).items())),
         skipped_keys=tuple(skipped),

@@ -60,7 +60,7 @@ class ShardRun:
     staging: Path | None = None
     """Local folder where shards for a remote --out are made before they are uploaded, with the private folder."""
     max_skipped: float = 0.01
-    """Budget of unreadable images: below 1 a fraction of all, else a number."""
+    """Budget of unreadable images, and of unusable rows of the corpus: below 1 a fraction of all, else a number."""
     workers: int | None = None
     """Number of processes; default one per core (of the cluster, for Ray)."""
     engine: Literal["local", "ray"] = "local"

@@ -35,6 +35,7 @@ from medvl.data.convert.plan import PlannedShard, ShardPlan, count_by_split
 from medvl.data.convert.private_folder import PrivateFolder
 from medvl.data.convert.repairs import has_repairs
 from medvl.data.convert.shard_task import ShardTask
+from medvl.data.corpora.common.row_counts import RowCounts, listed
 from medvl.data.corpora.common.tables import Plan
 from medvl.data.privacy.deidentify import Deidentifier
 from medvl.data.shards.format import Manifest
@@ -61,7 +62,7 @@ def write_shards(
         SplitError: a patient is in two splits.
         CorpusError: there are no records, or two with one key.
         ConfigError: `run.out` holds another conversion, or another process converts into it.
-        BudgetError: more images are unreadable than the budget allows.
+        BudgetError: more images are unreadable, or more rows unusable, than the budget allows.
         ShardError: the disk is full, or a worker died.
         StorageError: a remote store cannot be reached or refuses access.
     """
@@ -73,6 +74,7 @@ def write_shards(
         return manifests
     private = PrivateFolder(run.out)
     shard_plan = ShardPlan(plan, options.samples_per_shard)
+    _check_rows(plan.rows, run)
     conversion = Conversion.from_plan(shard_plan, options, deid.fingerprint, run.part)
     with conversion.claim(run.out, private):
         return _write_claimed(shard_plan, conversion, private, run, options)
@@ -86,7 +88,8 @@ def _write_claimed(
     stored = [private.read_note(run.out / shard.split, shard.name) for shard in shards]
     notes = {note.name: note for note in stored if note is not None}
     planned = count_by_split(shards)
-    budget = int(run.max_skipped if run.max_skipped >= 1 else run.max_skipped * planned.total())
+    of_rows = shard_plan.rows.skipped.total() if run.part is None else 0  # the rows are those of all parts
+    budget = max(0, _budget(run, planned.total() + of_rows) - of_rows)
     if sum(len(note.skipped) for note in notes.values()) > budget:
         for shard in shards:
             note = notes.get(shard.name)
@@ -156,6 +159,19 @@ def _create_engine(run: ShardRun, shards: int) -> Engine:
 
         return RayEngine(run.address, run.workers)
     return LocalEngine(min(run.workers or os.cpu_count() or 1, shards))
+
+
+def _budget(run: ShardRun, total: int) -> int:
+    return int(run.max_skipped if run.max_skipped >= 1 else run.max_skipped * total)
+
+
+def _check_rows(rows: RowCounts, run: ShardRun) -> None:
+    """Raise BudgetError where the plan skipped more rows, of the whole corpus, than the budget allows."""
+    skipped, budget = rows.skipped.total(), _budget(run, rows.read)
+    if skipped > budget:
+        state = f"{skipped} of {rows.read} {rows.unit} cannot be used ({listed(rows.skipped)})"
+        advice = "repair them, or raise --max-skipped, and run again"
+        raise BudgetError(f"{state}, over the budget of {budget}; {advice}", "budget", field="max_skipped")
 
 
 def _check_budget(notes: Collection[ShardNote], budget: int, private: PrivateFolder) -> None:

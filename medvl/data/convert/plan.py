@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 
+from medvl.data.corpora.common.row_counts import listed
 from medvl.data.corpora.common.tables import Plan, Record
 from medvl.data.shards.format import check_sample, sample_to_json
 from medvl.data.splits import check_disjoint
@@ -54,7 +55,7 @@ class ShardPlan:
 
     def __init__(self, plan: Plan, samples_per_shard: int) -> None:
         self.corpus, self.label_names = plan.corpus, plan.label_names
-        self.excluded, self.warnings, self.generators = plan.excluded, plan.warnings, plan.generators
+        self.rows, self.warnings, self.generators = plan.rows, plan.warnings, plan.generators
         self._records, self.folders = plan.records, plan.allowed_folders()
         self.shards = tuple(
             PlannedShard(shard_name(plan.corpus, split, number), split, order_N[start : start + samples_per_shard])
@@ -96,7 +97,7 @@ def order_by_key(plan: Plan) -> dict[str, np.ndarray]:
     Raises CorpusError, ShardError and SplitError as `ShardPlan` does.
     """
     if not plan.records:
-        detail = ", ".join(f"{count} {reason}" for reason, count in sorted(plan.excluded.items())) or "empty table"
+        detail = listed(plan.rows.left_out) or "empty table"
         raise CorpusError(f"{plan.corpus}: no image is left to convert ({detail})", "empty")
     numbers: dict[str, int] = {}
     splits, keys, patients = array("i"), _TextColumn(), _TextColumn()

@@ -22,6 +22,7 @@ from medvl.data.corpora.common.cells import (
 )
 from medvl.data.corpora.common.record_file import Records
 from medvl.data.corpora.common.row_checks import RowChecks
+from medvl.data.corpora.common.row_counts import IMAGES, RowCounts
 from medvl.data.corpora.common.tables import (
     MAX_CELL_CHARACTERS,
     Plan,
@@ -130,10 +131,11 @@ def plan(
     labels = _collect_labels((row for row in _read_rows(table, required) if is_selected(row[1])), columns, table)
     real, warnings = Path(os.path.realpath(root)), Counter[str]()
     reader = _RowReader(table, real, columns, deid, name, fractions, parse_reports, labels, warnings, keep_imageless)
-    records, excluded, checks = Records(), Counter[str](), RowChecks(table)
-    for number, row in _read_rows(table, required):
+    rows = RowCounts("rows" if columns.image_column is None else IMAGES)
+    records, checks = Records(), RowChecks(table)
+    for number, row in rows.reading(_read_rows(table, required)):
         if not is_selected(row):
-            excluded["where"] += 1
+            rows.exclude("where")
             continue
         try:
             sample = reader.sample(number, row)
@@ -141,9 +143,10 @@ def plan(
             checks.add_invalid(error)
         else:
             records.append(Record(sample))
+            rows.kept += 1
             checks.add(number, sample)
     checks.finish()
-    return Plan(name, records, labels.names, excluded, +warnings, folders)
+    return Plan(name, records, labels.names, rows, +warnings, folders)
 
 
 def _check_root(table: Path, root: Path, columns: TableColumns) -> None:

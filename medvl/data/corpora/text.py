@@ -8,7 +8,6 @@ import dataclasses
 import hashlib
 import itertools
 import re
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -16,6 +15,7 @@ from medvl.common.checks import check_within
 from medvl.common.untrusted import ANYWHERE
 from medvl.data.corpora.common.documents import Document
 from medvl.data.corpora.common.record_file import Records
+from medvl.data.corpora.common.row_counts import RowCounts, listed
 from medvl.data.corpora.common.tables import Plan, Record
 from medvl.data.corpora.common.text_overlap import HashSet, HeldOutTexts, words_of
 from medvl.data.privacy.deidentify import Deidentifier
@@ -66,11 +66,11 @@ def plan(
     check_name(name, "name")
     check_fractions(fractions)
     reader = _Reader(deid, name, options or TextOptions(), held_out, fractions)
-    records = Records(map(Record, itertools.chain.from_iterable(map(reader.samples, documents))))
+    records = Records(map(Record, itertools.chain.from_iterable(map(reader.samples, reader.rows.reading(documents)))))
     if not records:
-        detail = ", ".join(f"{count} {reason}" for reason, count in sorted(reader.excluded.items())) or "none read"
+        detail = listed(reader.rows.excluded) or "none read"
         raise CorpusError(f"{name}: no document is left ({detail})", "empty")
-    return Plan(name, records, (), reader.excluded, folders=ANYWHERE)  # no files
+    return Plan(name, records, (), reader.rows, folders=ANYWHERE)  # no files
 
 
 class _Reader:
@@ -83,7 +83,7 @@ class _Reader:
         fractions: Mapping[str, float],
     ) -> None:
         self.deid, self.name, self.options, self.fractions = deid, name, options, fractions
-        self.held_out, self.excluded = held_out, Counter[str]()
+        self.held_out, self.rows = held_out, RowCounts("documents")
         self._ids, self._texts = HashSet(), HashSet()
 
     def samples(self, document: Document) -> Iterator[Sample]:
@@ -92,8 +92,9 @@ class _Reader:
         content = _digest(" ".join(words))
         reason = self._reason(document, words, content)
         if reason is not None:
-            self.excluded[reason] += 1
+            self.rows.exclude(reason)
             return
+        self.rows.kept += 1
         identity = document.id or f"text {content:016x}"
         patient = document.patient or self.deid.patient(f"{self.name} {identity}" if document.id else identity)
         split = document.split or hash_split(patient, self.fractions)

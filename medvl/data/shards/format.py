@@ -69,7 +69,7 @@ class Manifest:
     planned: int
     """Images of this split given to the converter: samples + excluded + skipped."""
     excluded_from_corpus: Mapping[str, int]
-    """Images of the whole corpus excluded before planning, by rule."""
+    """Rows of the whole corpus left out before planning by an option or a rule, by reason."""
     excluded: Mapping[str, int]
     """Images of this split excluded during conversion (no text), by rule."""
     skipped: Mapping[str, int]
@@ -85,6 +85,9 @@ class Manifest:
     generators: tuple[Mapping[str, Any], ...] = ()
     """Generators of the synthetic images of the folder: `sha256` of the weights, and `trained_on`, the JSON of the
     manifests of all their training data. Empty: no image is synthetic."""
+    rows: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    """Rows of the whole corpus: `unit`, `read`, `kept`, and `skipped` by reason, as `RowCounts.to_json` returns them.
+    Empty in manifests of earlier versions."""
 
     @property
     def fingerprint(self) -> str:
@@ -98,11 +101,9 @@ class Manifest:
         return bool(self.options.get("color"))
 
     def to_json(self) -> dict[str, Any]:
-        """Return the content of `manifest.json`; `generators` only where there are any."""
+        """Return the content of `manifest.json`; `generators` and `rows` only where there are any."""
         content = dataclasses.asdict(self)
-        if not self.generators:
-            del content["generators"]
-        return content
+        return {name: value for name, value in content.items() if value or name not in ("generators", "rows")}
 
     def to_text(self) -> str:
         """Return the text of `manifest.json`."""
@@ -157,6 +158,7 @@ class Manifest:
             for name in ("label_names", "patients"):
                 content[name] = tuple(content[name])
             content["generators"] = tuple(_parse_generator(each) for each in content.get("generators", ()))
+            _check_rows(content.get("rows", {}))
             return cls(**content)
         except (TypeError, KeyError, ValueError) as error:
             raise ShardError(f"{where}: missing or unknown fields ({error}); convert again", "malformed") from error
@@ -170,6 +172,21 @@ def nearby_splits(folder: str | Location) -> str:
     inside, beside = (sorted(found.parent for found in where.glob(f"*/{MANIFEST}")) for where in (path, path.parent))
     listed = inside or ([] if path.exists() else beside)
     return f"give the folder of one split: {', '.join(map(str, listed))}" if listed else ""
+
+
+def _check_rows(content: Any) -> None:
+    """Raise TypeError unless the rows of a manifest are empty or have the form of `RowCounts.to_json`."""
+    if not isinstance(content, dict):
+        raise TypeError("rows is an object")
+    if content:
+        skipped = content.get("skipped")
+        counts = [
+            content.get("read"),
+            content.get("kept"),
+            *(skipped.values() if isinstance(skipped, dict) else [None]),
+        ]
+        if not isinstance(content.get("unit"), str) or not all(type(count) is int for count in counts):
+            raise TypeError("rows has unit, read, kept and skipped")
 
 
 def _parse_generator(content: Any) -> Mapping[str, Any]:

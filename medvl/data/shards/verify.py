@@ -18,6 +18,8 @@ from medvl.data.shards.verify_regions import RegionVerification, check_hashes, u
 from medvl.data.storage.location import Location, local_copy, locate
 from medvl.errors import ImageError, ShardError, SplitError
 
+_REPEATS = ("duplicate_line", "second_caption_ignored")
+"""Reasons for leaving out a row whose image has another row."""
 _MAX_PROBLEMS = 1000
 """Problems of one tar after which the rest of it is not read."""
 
@@ -127,9 +129,16 @@ def compare_counts(manifests: Mapping[str, Manifest], expected: Mapping[str, int
     `images` is the total over all splits. Excluded and skipped images count as present: the manifest lists them.
     """
     actual = {split: manifest.planned for split, manifest in manifests.items()}
-    excluded = max((sum(manifest.excluded_from_corpus.values()) for manifest in manifests.values()), default=0)
-    actual["images"] = sum(actual.values()) + excluded
+    actual["images"] = sum(actual.values()) + max(map(_images_left_out, manifests.values()), default=0)
     return {name: (actual.get(name, 0), count) for name, count in expected.items() if actual.get(name, 0) != count}
+
+
+def _images_left_out(manifest: Manifest) -> int:
+    """Return the images of the corpus that were left out before conversion; none where it counts other rows."""
+    if manifest.rows.get("unit", "images") != "images":
+        return 0
+    left_out = Counter(manifest.excluded_from_corpus) + Counter(manifest.rows.get("skipped", {}))
+    return sum(count for reason, count in left_out.items() if reason not in _REPEATS)
 
 
 def _check_shard(

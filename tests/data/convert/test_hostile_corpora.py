@@ -6,7 +6,6 @@ import gzip
 import json
 import os
 import pickle
-from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -19,6 +18,7 @@ from medvl.data.convert.options import ShardRun
 from medvl.data.convert.pipeline import write_shards
 from medvl.data.convert.plan import ShardPlan
 from medvl.data.corpora import table
+from medvl.data.corpora.common.row_counts import RowCounts
 from medvl.data.corpora.common.tables import Plan, Record
 from medvl.data.corpora.questions import path_vqa, slake
 from medvl.data.corpora.reports import mimic_cxr
@@ -70,7 +70,7 @@ def test_images_that_are_no_regular_files_are_skipped(tmp_path: Path, deid: Deid
         "byte\udcff.png": "image_missing",
     }
     records = [*plan.records, *(sample(number, folder / name) for number, name in enumerate(names))]
-    plan = Plan("lab", records, plan.label_names, Counter(), folders=InputFolders.of(folder))
+    plan = Plan("lab", records, plan.label_names, RowCounts(), folders=InputFolders.of(folder))
     manifest = write_shards(plan, deid, ShardRun(out=tmp_path / "out", workers=1, max_skipped=99), OPTIONS)["train"]
     assert manifest.samples == 6
     assert dict(manifest.skipped_keys) == {f"bad{number}": reason for number, reason in enumerate(names.values())}

@@ -22,6 +22,7 @@ from medvl.data.convert.options import ShardOptions, ShardRun
 from medvl.data.convert.pipeline import write_shards
 from medvl.data.convert.private_folder import PrivateFolder
 from medvl.data.convert.shard_task import ShardTask
+from medvl.data.corpora.common.row_counts import RowCounts
 from medvl.data.corpora.common.tables import Plan, Record
 from medvl.data.images.codecs import encode_png
 from medvl.data.privacy.deidentify import Deidentifier
@@ -53,7 +54,7 @@ def make_plan(folder: Path, count: int = 40) -> Plan:
             labels={"even": int(number % 2 == 0)},
         )
         records.append(Record(sample))
-    return Plan("lab-x", records, ("even",), Counter(view=3), Counter(repaired=2))
+    return Plan("lab-x", records, ("even",), RowCounts(excluded=Counter(view=3)), Counter(repaired=2))
 
 
 def make_parts(folder: Path, deid: Deidentifier, parts: int, plan: Plan | None = None) -> list[Path]:

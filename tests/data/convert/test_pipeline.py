@@ -27,6 +27,7 @@ from medvl.data.convert import local_engine, record
 from medvl.data.convert.options import ShardOptions, ShardRun
 from medvl.data.convert.pipeline import write_shards
 from medvl.data.convert.shard_task import ShardTask
+from medvl.data.corpora.common.row_counts import RowCounts
 from medvl.data.corpora.common.tables import Plan, Record
 from medvl.data.corpora.reports import mimic_cxr
 from medvl.data.images.codecs import decode_image, encode_png
@@ -226,10 +227,12 @@ def test_patient_in_two_splits_is_refused(tmp_path: Path, deid: Deidentifier) ->
 
 def test_empty_plans_and_duplicate_keys_are_refused(tmp_path: Path, deid: Deidentifier) -> None:
     with raises(CorpusError, "empty", names="3 view"):
-        write_shards(Plan("lab", [], (), Counter(view=3)), deid, ShardRun(out=tmp_path / "out"), OPTIONS)
+        write_shards(
+            Plan("lab", [], (), RowCounts(excluded=Counter(view=3))), deid, ShardRun(out=tmp_path / "out"), OPTIONS
+        )
     plan = make_plan(tmp_path / "images", 2)
     with raises(CorpusError, "conflict", "key", names="key000"):
-        write_shards(Plan("lab", plan.records * 2, (), Counter()), deid, ShardRun(out=tmp_path / "out"), OPTIONS)
+        write_shards(Plan("lab", plan.records * 2, (), RowCounts()), deid, ShardRun(out=tmp_path / "out"), OPTIONS)
 
 
 @pytest.mark.fault("F2")

@@ -8,7 +8,6 @@ import struct
 import tempfile
 import tracemalloc
 import zlib
-from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
@@ -25,6 +24,7 @@ from medvl.data.convert.options import ShardRun
 from medvl.data.convert.pipeline import write_shards
 from medvl.data.convert.plan import order_by_key
 from medvl.data.corpora.common.record_file import Records
+from medvl.data.corpora.common.row_counts import RowCounts
 from medvl.data.corpora.common.tables import Plan, Record
 from medvl.data.privacy.deidentify import Deidentifier
 from medvl.errors import CorpusError
@@ -84,7 +84,7 @@ def test_ordering_uses_little_memory_per_image() -> None:
         for key, patient, rest in names
     )
     held, _ = tracemalloc.get_traced_memory()
-    orders = order_by_key(Plan("lab", records, (), Counter()))
+    orders = order_by_key(Plan("lab", records, (), RowCounts()))
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert held < 12 * count + 200_000

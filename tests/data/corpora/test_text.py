@@ -205,7 +205,7 @@ def test_command_writes_verified_shards_and_resumes(tmp_path: Path, capsys: pyte
     ]
     cli.main(command)
     printed = capsys.readouterr().out
-    assert "Documents left out: 1 duplicate, 1 overlaps quiz" in printed
+    assert "left out 2 (1 duplicate, 1 overlaps quiz)" in printed
     assert "no_image" not in printed
     manifests = {split: Manifest.read(tmp_path / "out" / split) for split in ("train", "validate")}
     assert sum(len(manifest.patients) for manifest in manifests.values()) == 29

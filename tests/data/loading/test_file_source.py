@@ -1,6 +1,5 @@
 """Samples of a corpus's files: their images must be in the corpus's folders, links resolved."""
 
-from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -8,6 +7,7 @@ import pytest
 from helpers.errors import raises
 
 from medvl.data import FileSource, InputFolders, Plan, Record, encode_png
+from medvl.data.corpora.common.row_counts import RowCounts
 from medvl.errors import MedvlError
 from medvl.schema import Sample
 
@@ -40,9 +40,9 @@ def test_links_out_of_the_folder_of_all_images_are_refused(samples: list[Sample]
 def test_a_plan_without_folders_has_that_of_its_files(samples: list[Sample], tmp_path: Path) -> None:
     records = [Record(sample) for sample in samples]
     root = f"{tmp_path.resolve()}/"
-    assert Plan("lab", records, (), Counter()).allowed_folders() == InputFolders((f"{root}corpus/",))
+    assert Plan("lab", records, (), RowCounts()).allowed_folders() == InputFolders((f"{root}corpus/",))
     report = Record(samples[0], report=tmp_path / "reports/0.txt")
     masked = Record(samples[0], masks={"Edema": tmp_path / "masks/0.png"})
-    assert Plan("lab", [report], (), Counter()).allowed_folders() == InputFolders((root,))
-    assert Plan("lab", [masked], (), Counter()).allowed_folders() == InputFolders((root,))
-    assert Plan("lab", [], (), Counter()).allowed_folders() == InputFolders()
+    assert Plan("lab", [report], (), RowCounts()).allowed_folders() == InputFolders((root,))
+    assert Plan("lab", [masked], (), RowCounts()).allowed_folders() == InputFolders((root,))
+    assert Plan("lab", [], (), RowCounts()).allowed_folders() == InputFolders()

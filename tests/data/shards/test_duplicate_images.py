@@ -14,6 +14,7 @@ from helpers.shard_plans import OPTIONS
 from medvl.cli import main as cli
 from medvl.data.convert.options import ShardRun
 from medvl.data.convert.pipeline import write_shards
+from medvl.data.corpora.common.row_counts import RowCounts
 from medvl.data.corpora.common.tables import Plan, Record
 from medvl.data.images.codecs import decode_image, encode_jpeg
 from medvl.data.privacy.deidentify import Deidentifier
@@ -161,7 +162,7 @@ def write_folder(root: Path, name: str, images: dict[str, np.ndarray], deid: Dei
                 Sample(key=key, corpus=name, split="train", patient=patient, study=key, image=path, sections=sections)
             )
         )
-    write_shards(Plan(name, records, (), Counter()), deid, ShardRun(out=root / name, workers=1), OPTIONS)
+    write_shards(Plan(name, records, (), RowCounts()), deid, ShardRun(out=root / name, workers=1), OPTIONS)
     return root / name
 
 

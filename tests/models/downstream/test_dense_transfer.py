@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import runpy
-from collections import Counter
 from pathlib import Path
 from typing import Any, cast
 
@@ -19,6 +18,7 @@ from medvl.cli import main as cli
 from medvl.data.annotations.mask_rle import encode_runs
 from medvl.data.convert.options import ShardOptions, ShardRun
 from medvl.data.convert.pipeline import write_shards
+from medvl.data.corpora.common.row_counts import RowCounts
 from medvl.data.corpora.common.tables import Plan, Record
 from medvl.data.loading.dense_targets import DenseBatch
 from medvl.data.loading.subset import label_fraction
@@ -79,7 +79,7 @@ def make_shards(folder: Path) -> Path:
             extra=extra,
         )
         records.append(Record(sample))
-    plan = Plan("squares", records, ("Mass",), Counter())
+    plan = Plan("squares", records, ("Mass",), RowCounts())
     write_shards(
         plan, deid, ShardRun(out=folder / "shards", workers=1), ShardOptions(short_side=SIDE, keep_textless=True)
     )

@@ -2,7 +2,6 @@
 
 import dataclasses
 import runpy
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +30,7 @@ from medvl.data import (
     train_wordpiece,
     write_shards,
 )
+from medvl.data.corpora.common.row_counts import RowCounts
 from medvl.data.loading.dense_targets import DenseBatch
 from medvl.errors import ConfigError
 from medvl.eval import mask_segmentation, read_results
@@ -338,7 +338,7 @@ def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
             extra={"masks": [{"label": "Half", "runs": encode_runs(mask)}], "image_width": 64, "image_height": 64},
         )  # fmt: skip
         records.append(Record(sample))
-    plan = Plan("halves", records, (), Counter())
+    plan = Plan("halves", records, (), RowCounts())
     write_shards(plan, deid, ShardRun(out=folder / "shards", workers=1), ShardOptions(short_side=64))
     return folder / "shards"
 

@@ -1,7 +1,6 @@
 """ChestX-Det10 (2020): boxes of ten findings on images of NIH ChestX-ray14. See `data_cards/chestxdet10.md`."""
 
 import re
-from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ from medvl.common.untrusted import InputFolders
 from medvl.data.annotations.boxes import Box, read_corners, region_fields
 from medvl.data.corpora.common.questions import read_rows
 from medvl.data.corpora.common.record_file import Records
+from medvl.data.corpora.common.row_counts import RowCounts
 from medvl.data.corpora.common.tables import Plan, Record, malformed, split_training
 from medvl.data.privacy.deidentify import Deidentifier
 from medvl.data.splits import hash_split
@@ -45,16 +45,16 @@ def plan(root: Path, deid: Deidentifier, *, validate_share: float = 0.1, follow_
     root = Path(root)
     allowed = InputFolders.of(root, follow_links=follow_links)
     shares = split_training(validate_share)
-    excluded, records, tested = Counter[str](), Records(), set[str]()
+    rows, records, tested = RowCounts(), Records(), set[str]()
     for folder in ("test", "train"):
         path = root / f"{folder}.json"
-        for row in read_rows(path, ("file_name", "syms", "boxes"), allowed):
+        for row in rows.reading(read_rows(path, ("file_name", "syms", "boxes"), allowed)):
             name, number = _read_name(row, path)
             patient, boxes = deid.patient(number), _read_boxes(row, path)
             if folder == "test":
                 tested.add(patient)
             elif patient in tested:
-                excluded["patient_in_test"] += 1
+                rows.exclude("patient_in_test")
                 continue
             found = {box["label"] for box in boxes}
             sample = Sample(
@@ -68,7 +68,8 @@ def plan(root: Path, deid: Deidentifier, *, validate_share: float = 0.1, follow_
                 extra=region_fields(_SIZE, {"boxes": boxes}),
             )
             records.append(Record(sample))
-    return Plan(NAME, records, LABELS, excluded, folders=allowed)
+            rows.kept += 1
+    return Plan(NAME, records, LABELS, rows, folders=allowed)
 
 
 def _read_name(row: Mapping[str, Any], path: Path) -> tuple[str, str]:

@@ -14,6 +14,7 @@ from medvl.common.checks import check_choice
 from medvl.common.untrusted import InputFolders
 from medvl.data.corpora.common.figures import SplitRule, apply_split_rule
 from medvl.data.corpora.common.record_file import Records
+from medvl.data.corpora.common.row_counts import RowCounts
 from medvl.data.corpora.common.spreadsheet import read_sheet
 from medvl.data.corpora.common.tables import Plan, Record, malformed
 from medvl.data.privacy.deidentify import Deidentifier
@@ -75,11 +76,11 @@ def plan(
     check_choice(name, tuple(COUNTS), "name")
     check_choice(patients, get_args(Literal["image", "file"]), "patients")
     allowed = InputFolders.of(root, follow_links=follow_links)
-    records, excluded, warnings = Records(), Counter[str](), Counter[str]()
+    records, rows, warnings = Records(), RowCounts(), Counter[str]()
     for folder in _folders(root):
-        for split, image, mask, text in _images(folder, allowed, warnings):
+        for split, image, mask, text in rows.reading(_images(folder, allowed, warnings)):
             if mask is None:
-                excluded["no_mask"] += 1
+                rows.exclude("no_mask")
                 continue
             warnings["no_text"] += not text
             subject = _SUBJECT.search(image.stem) if patients == "file" else None
@@ -94,7 +95,8 @@ def plan(
                 sections={"description": text} if text else {},
             )
             records.append(Record(sample, masks={LABELS[name]: mask}))
-    result = Plan(name, records, (), excluded, warnings, allowed)
+            rows.kept += 1
+    result = Plan(name, records, (), rows, warnings, allowed)
     return apply_split_rule(result, splits, SPLITS)
 
 
@@ -164,6 +166,7 @@ def _images(
     masks = {_stem(path.name): path for path in sorted(folder.masks.iterdir()) if path.suffix.lower() in _SUFFIXES}
     images = {path: _stem(path.name) for path in sorted(folder.images.iterdir()) if path.suffix.lower() in _SUFFIXES}
     warnings["listed_image_missing"] += len(split_of.keys() - images.values())
+    warnings["mask_without_image"] += len(masks.keys() - images.values())
     for image, stem in images.items():
         if split_of and stem not in split_of:
             raise malformed(folder.images, f"{image.name} is in none of the tables of splits", "Image")

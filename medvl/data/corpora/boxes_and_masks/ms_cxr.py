@@ -1,7 +1,6 @@
 """MS-CXR: phrases with boxes on images of MIMIC-CXR. Layout, counts and access: `data_cards/ms-cxr.md`."""
 
 import re
-from collections import Counter
 from pathlib import Path
 from typing import Literal, get_args
 
@@ -10,6 +9,7 @@ from medvl.common.untrusted import InputFolders
 from medvl.data.annotations.boxes import Box, read_box, region_fields
 from medvl.data.annotations.phrases import Phrase
 from medvl.data.corpora.common.record_file import Records
+from medvl.data.corpora.common.row_counts import RowCounts
 from medvl.data.corpora.common.tables import Plan, Record, find_file, find_suffix, malformed, read_table
 from medvl.data.privacy.deidentify import Deidentifier
 from medvl.schema import Sample
@@ -59,9 +59,9 @@ def plan(
     by_image: dict[str, list[dict[str, str]]] = {}
     for row in read_table(table, (*_COLUMNS, "split") if splits == "release" else _COLUMNS, allowed):
         by_image.setdefault(row["path"], []).append(row)
-    records = Records()
+    counts, records = RowCounts(), Records()
     suffix: str | None = None
-    for name, rows in by_image.items():
+    for name, rows in counts.reading(by_image.items()):
         match = _PATH.fullmatch(name)
         if match is None or any(row["dicom_id"] != match[3] for row in rows):
             raise malformed(table, "expected a path below files/ that ends with the dicom_id of its row", "path")
@@ -80,7 +80,8 @@ def plan(
             extra=region_fields(size, {"phrases": phrases}),
         )
         records.append(Record(sample))
-    return Plan(NAME, records, LABELS, Counter(), folders=allowed)
+        counts.kept += 1
+    return Plan(NAME, records, LABELS, counts, folders=allowed)
 
 
 def _phrases(rows: list[dict[str, str]], size: tuple[int, int], table: Path) -> list[Phrase]:

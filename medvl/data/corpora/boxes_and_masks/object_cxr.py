@@ -9,6 +9,7 @@ from pathlib import Path
 from medvl.common.untrusted import InputFolders
 from medvl.data.annotations.boxes import Box, read_corners
 from medvl.data.corpora.common.record_file import Records
+from medvl.data.corpora.common.row_counts import RowCounts
 from medvl.data.corpora.common.tables import Plan, Record, malformed, read_table, split_training
 from medvl.data.privacy.deidentify import Deidentifier
 from medvl.data.splits import hash_split
@@ -42,10 +43,10 @@ def plan(root: Path, deid: Deidentifier, *, validate_share: float = 0.2, follow_
     root = Path(root)
     allowed = InputFolders.of(root, follow_links=follow_links)
     shares = split_training(validate_share)
-    records, warnings = Records(), Counter[str]()
+    rows, records, warnings = RowCounts(), Records(), Counter[str]()
     for folder in ("train", "dev"):
         table = root / f"{folder}.csv"
-        for row in read_table(table, ("annotation",), allowed):
+        for row in rows.reading(read_table(table, ("annotation",), allowed)):
             name = row.get("image_name", row.get("image_path", "")).rpartition("/")[2]
             if not _IMAGE.fullmatch(name):
                 raise malformed(table, "expected a column image_name (or image_path) like 00001.jpg", "image_name")
@@ -64,7 +65,8 @@ def plan(root: Path, deid: Deidentifier, *, validate_share: float = 0.2, follow_
                 extra={"boxes": boxes, "shapes": [{"shape": kind, "points": list(points)} for kind, points in shapes]},
             )
             records.append(Record(sample))
-    return Plan(NAME, records, LABELS, Counter(), +warnings, allowed)
+            rows.kept += 1
+    return Plan(NAME, records, LABELS, rows, +warnings, allowed)
 
 
 def _read_shapes(text: str, table: Path) -> list[tuple[str, tuple[float, ...]]]:

@@ -1,7 +1,6 @@
 """RSNA Pneumonia Detection Challenge (2018), stage 2. Layout, counts and access: `data_cards/rsna.md`."""
 
 import re
-from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal, get_args
@@ -11,6 +10,7 @@ from medvl.common.untrusted import InputFolders
 from medvl.data.annotations.boxes import Box, read_box, region_fields
 from medvl.data.corpora.common.questions import read_json
 from medvl.data.corpora.common.record_file import Records
+from medvl.data.corpora.common.row_counts import RowCounts
 from medvl.data.corpora.common.tables import Plan, Record, find_file, malformed, read_table
 from medvl.data.privacy.deidentify import Deidentifier
 from medvl.data.splits import check_fractions, hash_split
@@ -62,8 +62,8 @@ def plan(
     classes = _read_classes(find_file(root, "stage_2_detailed_class_info.csv"), allowed)
     boxes = _read_boxes(find_file(root, "stage_2_train_labels.csv"), classes, allowed)
     patient_of = _read_mapping(root / _MAPPING, allowed) if patients == "mapping" else {}
-    records = Records()
-    for image, image_boxes in boxes.items():
+    rows, records = RowCounts(), Records()
+    for image, image_boxes in rows.reading(boxes.items()):
         if patients == "mapping" and image not in patient_of:
             raise CorpusError(f"{root / _MAPPING} lacks an image of the labels: download it again", "mismatch")
         name = patient_of.get(image, image)
@@ -79,7 +79,8 @@ def plan(
             extra={"class": classes[image], **region_fields(_SIZE, {"boxes": image_boxes})},
         )
         records.append(Record(sample))
-    return Plan(NAME, records, LABELS, Counter(), folders=allowed)
+        rows.kept += 1
+    return Plan(NAME, records, LABELS, rows, folders=allowed)
 
 
 def _read_classes(table: Path, allowed: InputFolders) -> dict[str, str]:

@@ -9,6 +9,7 @@ from medvl.common.untrusted import InputFolders
 from medvl.data.annotations.boxes import region_fields
 from medvl.data.annotations.mask_rle import EMPTY, decode_runs
 from medvl.data.corpora.common.record_file import Records
+from medvl.data.corpora.common.row_counts import RowCounts
 from medvl.data.corpora.common.tables import Plan, Record, find_file, malformed, read_table
 from medvl.data.privacy.deidentify import Deidentifier
 from medvl.data.splits import check_fractions, hash_split
@@ -44,10 +45,11 @@ def plan(
     root = Path(root)
     allowed = InputFolders.of(root, follow_links=follow_links)
     check_fractions(fractions)
-    masks = _read_masks(find_file(root, *_TABLES), allowed)
+    warnings = Counter[str]()
+    masks = _read_masks(find_file(root, *_TABLES), warnings, allowed)
     files = {path.stem: path for path in sorted(root.rglob("*.dcm"), reverse=True)}
-    records = Records()
-    for image, runs in masks.items():
+    rows, records = RowCounts(), Records()
+    for image, runs in rows.reading(masks.items()):
         patient = deid.patient(image)
         regions = {"masks": [{"label": "Pneumothorax", "runs": text} for text in runs]}
         sample = Sample(
@@ -61,10 +63,11 @@ def plan(
             extra=region_fields(_SIZE, regions),
         )
         records.append(Record(sample))
-    return Plan(NAME, records, LABELS, Counter(), folders=allowed)
+        rows.kept += 1
+    return Plan(NAME, records, LABELS, rows, +warnings, allowed)
 
 
-def _read_masks(table: Path, allowed: InputFolders) -> dict[str, list[str]]:
+def _read_masks(table: Path, warnings: Counter[str], allowed: InputFolders) -> dict[str, list[str]]:
     """Read image -> runs of each of its masks, an empty list for images without pneumothorax."""
     masks: dict[str, list[str]] = {}
     for row in read_table(table, ("ImageId",), allowed):
@@ -75,7 +78,8 @@ def _read_masks(table: Path, allowed: InputFolders) -> dict[str, list[str]]:
             raise malformed(table, "expected an ImageId of digits and dots, and a column EncodedPixels", field)
         runs = masks.setdefault(cells["ImageId"], [])
         text = cells["EncodedPixels"]
-        if text == EMPTY or text in runs:  # stage 1 repeats some rows
+        warnings["repeated_mask"] += text in runs  # stage 1 repeats some rows
+        if text == EMPTY or text in runs:
             continue
         try:
             decode_runs(text, _SIZE[1], _SIZE[0])

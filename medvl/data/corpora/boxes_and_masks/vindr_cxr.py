@@ -11,6 +11,7 @@ from medvl.common.checks import check_choice
 from medvl.common.untrusted import InputFolders
 from medvl.data.annotations.boxes import Box, merge_readers, read_corners
 from medvl.data.corpora.common.record_file import Records
+from medvl.data.corpora.common.row_counts import RowCounts
 from medvl.data.corpora.common.tables import (
     Plan,
     Record,
@@ -83,12 +84,12 @@ def plan(
     shares = split_training(validate_share)
     if not 1 <= agreement <= _READERS:
         raise ConfigError(f"agreement must be 1 to {_READERS}, got {agreement}", "out_of_range", field="agreement")
-    records = Records()
+    rows, records = RowCounts(), Records()
     for folder in ("train", "test"):
         votes = _read_votes(root / "annotations" / f"image_labels_{folder}.csv", folder, allowed)
         drawn = _read_boxes(root / "annotations" / f"annotations_{folder}.csv", folder, votes, allowed)
         suffix: str | None = None
-        for image, named in votes.items():
+        for image, named in rows.reading(votes.items()):
             patient, file = deid.patient(image), root / folder / f"{image}.dicom"
             suffix = suffix or find_suffix(file, (".dicom", ".dcm"))
             labels = _labels(named, agreement if folder == "train" else 1)
@@ -105,7 +106,8 @@ def plan(
                 extra={"boxes": merge_readers(readers) if boxes == "merged" else [*itertools.chain(*readers)]},
             )
             records.append(Record(sample))
-    return Plan(NAME, records, LABELS, Counter(), folders=allowed)
+            rows.kept += 1
+    return Plan(NAME, records, LABELS, rows, folders=allowed)
 
 
 def _labels(named: Counter[str], agreement: int) -> dict[str, int]:

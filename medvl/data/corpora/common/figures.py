@@ -94,9 +94,9 @@ def apply_split_rule(plan: Plan, rule: SplitRule, order: Sequence[str]) -> Plan:
             "--splits by-article makes new splits"
         )
         raise SplitError(message, "leak", field="splits")
-    excluded = plan.excluded + Counter({f"article_in_{split}": count for split, count in misplaced.items()})
+    excluded = Counter({f"article_in_{split}": count for split, count in misplaced.items()})
     records = Records(record for record in plan.records if owner[record.sample.patient] == record.sample.split)
-    return dataclasses.replace(plan, records=records, excluded=excluded)
+    return dataclasses.replace(plan, records=records, rows=plan.rows.excluding(excluded))
 
 
 def _with_hash_split(record: Record, shares: Mapping[str, float]) -> Record:

@@ -8,6 +8,7 @@ from typing import Any, cast
 from medvl.common.untrusted import ANYWHERE, InputFolders, parse_json, read_limited
 from medvl.data.annotations.questions import MIXED, AnswerType, Question
 from medvl.data.corpora.common.record_file import Records
+from medvl.data.corpora.common.row_counts import RowCounts
 from medvl.data.corpora.common.tables import Plan, Record, malformed
 from medvl.data.privacy.deidentify import Deidentifier
 from medvl.errors import CorpusError
@@ -25,6 +26,7 @@ def plan_questions(
     deid: Deidentifier,
     images: Mapping[str, Path],
     questions: Sequence[tuple[str, Question]],
+    rows: RowCounts,
     warnings: Counter[str],
     extra: Mapping[str, Mapping[str, str]] | None = None,
     folders: InputFolders = ANYWHERE,
@@ -36,7 +38,8 @@ def plan_questions(
         deid: hashes the image names. These corpora do not name patients, so each image counts as a patient.
         images: image name -> file.
         questions: (image name, question) pairs.
-        warnings: counts of repairs and omissions; counts of repeated and of blank questions are added.
+        rows: questions that were read; those that are kept are counted here.
+        warnings: counts of repairs; counts of repeated and of blank questions are added.
         extra: image name -> further fields of the sample's `extra`.
         folders: folders that the images must be in.
 
@@ -63,7 +66,8 @@ def plan_questions(
             extra={**(extra or {}).get(image, {}), "questions": [question.as_json() for question in group]},
         )
         records.append(Record(sample))
-    return Plan(corpus, records, (), Counter(), warnings, folders)
+    rows.kept += len(questions)
+    return Plan(corpus, records, (), rows, warnings, folders)
 
 
 def _count_irregular(questions: Sequence[tuple[str, Question]]) -> Counter[str]:

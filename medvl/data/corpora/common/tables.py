@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from medvl.common.untrusted import InputFolders, parse_json
+from medvl.data.corpora.common.row_counts import RowCounts
 from medvl.data.privacy.deidentify import find_identifiers, is_identifying_header
 from medvl.data.reports.sections import Report, read_report
 from medvl.data.transforms.text import choose_sections
@@ -48,20 +49,25 @@ class Record:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Plan:
-    """All records of a corpus, its label names, and counts of excluded rows and warnings."""
+    """All records of a corpus, its label names, and counts of its rows and warnings."""
 
     corpus: str
     records: Sequence[Record]
     """In any order; `medvl.data.corpora.common.record_file.Records` keeps them on disk."""
     label_names: tuple[str, ...]
-    excluded: Counter[str]
-    """Images left out, by rule."""
+    rows: RowCounts
+    """Rows read, kept and left out; an empty `RowCounts()` where nothing is left out."""
     warnings: Counter[str] = dataclasses.field(default_factory=Counter)
     """Repairs, and parts left out of an image (such as a question in another language), by rule."""
     folders: InputFolders | None = None
     """Folders that images and reports must be in, links resolved; default the one that holds all of them by name."""
     generators: tuple[Mapping[str, Any], ...] = ()
     """See `Manifest.generators`."""
+
+    @property
+    def excluded(self) -> Counter[str]:
+        """Rows left out by an option or a rule, by reason."""
+        return self.rows.excluded
 
     def allowed_folders(self) -> InputFolders:
         """Return the folders that images, masks and reports must be in."""

@@ -16,6 +16,7 @@ from medvl.common.memory_limit import memory_limited
 from medvl.common.untrusted import InputFolders
 from medvl.data.corpora.common.figures import SplitRule, apply_split_rule, figure_sections
 from medvl.data.corpora.common.record_file import Records
+from medvl.data.corpora.common.row_counts import RowCounts
 from medvl.data.corpora.common.tables import Plan, Record, check_columns, malformed
 from medvl.data.privacy.deidentify import Deidentifier
 from medvl.errors import CorpusError
@@ -52,12 +53,13 @@ def plan(
     if not files:
         raise CorpusError(f"{root} has no file NAME_train.arrow, NAME_val.arrow or NAME_test.arrow", "not_found")
     unpacked.mkdir(parents=True, exist_ok=True, mode=0o700)
-    warnings, records = Counter[str](), Records()
+    rows, warnings, records = RowCounts(), Counter[str](), Records()
     for path, found in files.items():
-        for number, row in _rows(path, allowed):
+        for number, row in rows.reading(_rows(path, allowed)):
             sample = _sample(row, f"{path}, row {number}", _SPLITS[found[1]], unpacked, deid, warnings)
             records.append(Record(sample))
-    unchecked = Plan(NAME, records, (), Counter(), +warnings, InputFolders.of(unpacked))
+            rows.kept += 1
+    unchecked = Plan(NAME, records, (), rows, +warnings, InputFolders.of(unpacked))
     return apply_split_rule(unchecked, splits, tuple(_SPLITS.values()))
 
 

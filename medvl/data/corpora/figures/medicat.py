@@ -9,6 +9,7 @@ from typing import Any
 from medvl.common.untrusted import InputFolders
 from medvl.data.corpora.common.figures import figure_sections, read_references
 from medvl.data.corpora.common.record_file import Records
+from medvl.data.corpora.common.row_counts import RowCounts
 from medvl.data.corpora.common.tables import Plan, Record, find_file, malformed, read_json_lines
 from medvl.data.privacy.deidentify import Deidentifier
 from medvl.data.splits import DEFAULT_FRACTIONS, check_fractions, hash_split
@@ -51,19 +52,19 @@ def plan(
     check_fractions(fractions)
     table = find_file(root, *_TABLES)
     compound = _read_compound(root / _SUBCAPTIONS, allowed)
-    excluded, warnings = Counter[str](), Counter[str]()
+    rows, warnings = RowCounts(), Counter[str]()
     seen: set[tuple[str, str]] = set()
     records = Records()
-    for number, row in read_json_lines(table, _FIELDS, allowed):
+    for number, row in rows.reading(read_json_lines(table, _FIELDS, allowed)):
         article, file = _text(row, "pdf_hash"), _text(row, "fig_uri")
         if not _HASH.fullmatch(article) or not _URI.fullmatch(file):
             raise malformed(f"{table}, line {number}", "expected a hash and a file name in fig_uri", "fig_uri")
         if (article, file) in seen:
-            warnings["duplicate_line"] += 1
+            rows.exclude("duplicate_line")
             continue
         seen.add((article, file))
         if radiology_only and row["radiology"] is not True:
-            excluded["not_radiology"] += 1
+            rows.exclude("not_radiology")
             continue
         patient = deid.patient(article)
         name = f"{article}_{file}"
@@ -80,7 +81,8 @@ def plan(
             extra=_extra(row, (article, _text(row, "fig_key")) in compound),
         )
         records.append(Record(sample))
-    return Plan(NAME, records, (), excluded, warnings, allowed)
+        rows.kept += 1
+    return Plan(NAME, records, (), rows, warnings, allowed)
 
 
 def _caption(row: Mapping[str, Any]) -> str:

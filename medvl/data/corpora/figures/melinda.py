@@ -10,6 +10,7 @@ from medvl.common.checks import check_choice
 from medvl.common.untrusted import InputFolders
 from medvl.data.corpora.common.figures import SplitRule, apply_split_rule, figure_sections
 from medvl.data.corpora.common.record_file import Records
+from medvl.data.corpora.common.row_counts import RowCounts
 from medvl.data.corpora.common.tables import Plan, Record, find_file, malformed, read_table
 from medvl.data.privacy.deidentify import Deidentifier
 from medvl.schema import Sample
@@ -52,12 +53,12 @@ def plan(
     allowed = InputFolders.of(root, follow_links=follow_links)
     find_file(root, "train.csv")
     classes = tuple(sorted({row[level].strip() for _, row in _rows(root, allowed)}))
-    records, warnings, excluded, keys = Records(), Counter[str](), Counter[str](), set[str]()
-    for split, row in _rows(root, allowed):
+    records, warnings, rows, keys = Records(), Counter[str](), RowCounts(), set[str]()
+    for split, row in rows.reading(_rows(root, allowed)):
         figure, methods = row["figure_file"].strip(), {name: row[name].strip() for name in get_args(Level)}
         key = deid.image(f"{split} {figure} {row['caption']} {list(methods.values())}")
         if key in keys:
-            excluded["duplicate"] += 1
+            rows.exclude("duplicate")
             continue
         keys.add(key)
         patient = deid.patient(_article(row, figure))
@@ -73,7 +74,8 @@ def plan(
             extra=methods,
         )
         records.append(Record(sample))
-    return apply_split_rule(Plan(NAME, records, classes, excluded, warnings, allowed), splits, SPLITS)
+        rows.kept += 1
+    return apply_split_rule(Plan(NAME, records, classes, rows, warnings, allowed), splits, SPLITS)
 
 
 def _rows(root: Path, allowed: InputFolders) -> Iterator[tuple[str, dict[str, str]]]:

@@ -9,6 +9,7 @@ from pathlib import Path
 from medvl.common.untrusted import InputFolders
 from medvl.data.corpora.common.figures import SplitRule, apply_split_rule, figure_sections, read_references
 from medvl.data.corpora.common.record_file import Records
+from medvl.data.corpora.common.row_counts import RowCounts
 from medvl.data.corpora.common.tables import Plan, Record, find_file, malformed, read_json_lines, read_lines, read_table
 from medvl.data.privacy.deidentify import Deidentifier
 from medvl.errors import ConfigError, CorpusError
@@ -53,18 +54,18 @@ def plan(
     Raises CorpusError when a table is missing or does not match the data card; SplitError when `splits` is "official"
     and an article is in two splits; ConfigError when an option is unknown, or not supported by ROCOv2.
     """
-    root, warnings = Path(root), Counter[str]()
+    root, rows, warnings = Path(root), RowCounts(), Counter[str]()
     allowed = InputFolders.of(root, *([references] if references else []), follow_links=follow_links)
     if any((root / f"{split}_captions.csv").is_file() for split in SPLITS_V2):
         if references is not None or non_radiology:
             field = "references" if references is not None else "non_radiology"
             raise ConfigError(f"ROCOv2 ({root}) has no references or non-radiology figures", "unsupported", field=field)
-        figures = _read_v2(root, warnings, allowed)
-        return apply_split_rule(_plan(NAME_V2, figures, deid, warnings, allowed), splits, SPLITS_V2)
+        figures = _read_v2(root, rows, allowed)
+        return apply_split_rule(_plan(NAME_V2, figures, deid, rows, warnings, allowed), splits, SPLITS_V2)
     base = root / "data" if (root / "data").is_dir() else root
     name = NAME_OTHERS if non_radiology else NAME
-    figures = _read_v1(base, "non-radiology" if non_radiology else "radiology", references, warnings, allowed)
-    return apply_split_rule(_plan(name, figures, deid, warnings, allowed), splits, SPLITS)
+    figures = _read_v1(base, "non-radiology" if non_radiology else "radiology", references, rows, allowed)
+    return apply_split_rule(_plan(name, figures, deid, rows, warnings, allowed), splits, SPLITS)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -92,13 +93,17 @@ class _Figure:
 
 
 def _plan(
-    name: str, figures: Iterable[_Figure], deid: Deidentifier, warnings: Counter[str], allowed: InputFolders
+    name: str,
+    figures: Iterable[_Figure],
+    deid: Deidentifier,
+    rows: RowCounts,
+    warnings: Counter[str],
+    allowed: InputFolders,
 ) -> Plan:
-    excluded = Counter[str]()
     records = Records()
     for figure in figures:
         if figure.source is None:
-            excluded["no_article"] += 1  # splits are by article
+            rows.exclude("no_article")  # splits are by article
             continue
         extra: dict[str, object] = {field: terms for field, terms in figure.terms.items() if terms}
         if figure.source.licence:
@@ -114,11 +119,12 @@ def _plan(
             extra=extra,
         )
         records.append(Record(sample))
-    return Plan(name, records, (), excluded, warnings, allowed)
+        rows.kept += 1
+    return Plan(name, records, (), rows, warnings, allowed)
 
 
 def _read_v1(
-    base: Path, kind: str, references: Path | None, warnings: Counter[str], allowed: InputFolders
+    base: Path, kind: str, references: Path | None, rows: RowCounts, allowed: InputFolders
 ) -> Iterator[_Figure]:
     folders = {split: base / split / kind for split in SPLITS if (base / split / kind).is_dir()}
     if not folders:
@@ -131,7 +137,7 @@ def _read_v1(
         images = folder / "images"
         present = {path.name for path in images.iterdir()} if images.is_dir() else set[str]()
         lines = ((figure, " ".join(fields)) for figure, fields in _read_lines(folder / "captions.txt", allowed))
-        for figure, caption in _first_captions(lines, warnings).items():
+        for figure, caption in _first_captions(lines, rows).items():
             source = sources.get(figure)
             file = source.file if source else ""
             yield _Figure(
@@ -145,7 +151,7 @@ def _read_v1(
             )
 
 
-def _read_v2(root: Path, warnings: Counter[str], allowed: InputFolders) -> Iterator[_Figure]:
+def _read_v2(root: Path, rows: RowCounts, allowed: InputFolders) -> Iterator[_Figure]:
     sources = _read_licences_v2(root / "license_information.csv", allowed)
     for split in SPLITS_V2:
         table = root / f"{split}_captions.csv"
@@ -156,8 +162,8 @@ def _read_v2(root: Path, warnings: Counter[str], allowed: InputFolders) -> Itera
         concepts = root / f"{split}_concepts.csv"
         concept_rows = read_table(concepts, ("ID", "CUIs"), allowed) if concepts.is_file() else ()
         cuis = {row["ID"]: row["CUIs"].split(";") for row in concept_rows}
-        rows = ((row["ID"], row["Caption"]) for row in read_table(table, ("ID", "Caption"), allowed))
-        for figure, caption in _first_captions(rows, warnings).items():
+        lines = ((row["ID"], row["Caption"]) for row in read_table(table, ("ID", "Caption"), allowed))
+        for figure, caption in _first_captions(lines, rows).items():
             if not _ID_V2.fullmatch(figure):
                 raise malformed(table, "expected an ID like ROCOv2_2023_train_000001", "ID")
             yield _Figure(
@@ -170,15 +176,15 @@ def _read_v2(root: Path, warnings: Counter[str], allowed: InputFolders) -> Itera
             )
 
 
-def _first_captions(rows: Iterable[tuple[str, str]], warnings: Counter[str]) -> dict[str, str]:
+def _first_captions(lines: Iterable[tuple[str, str]], rows: RowCounts) -> dict[str, str]:
     """Return id -> first caption; the tables repeat some lines."""
     captions: dict[str, str] = {}
-    for figure, caption in rows:
+    for figure, caption in rows.reading(lines):
         first = captions.get(figure)
         if first is None:
             captions[figure] = caption
         else:
-            warnings["duplicate_line" if caption == first else "second_caption_ignored"] += 1
+            rows.exclude("duplicate_line" if caption == first else "second_caption_ignored")
     return captions
 
 

@@ -1,13 +1,13 @@
 """CheXpert v1.0 (small or full). Layout, counts and access: `data_cards/chexpert.md`."""
 
 import re
-from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 
 from medvl.common.checks import check_choice
 from medvl.common.untrusted import InputFolders
 from medvl.data.corpora.common.record_file import Records
+from medvl.data.corpora.common.row_counts import RowCounts
 from medvl.data.corpora.common.tables import Plan, Record, parse_findings, read_table
 from medvl.data.privacy.deidentify import Deidentifier, cap_age
 from medvl.errors import CorpusError
@@ -51,17 +51,18 @@ def plan(
     splits = (split,) if split else tuple(name for name in SPLITS if (root / f"{name}.csv").is_file())
     if not splits:
         raise CorpusError(f"{root} lacks train.csv, valid.csv or test.csv: is it the release's root?", "not_found")
-    excluded: Counter[str] = Counter()
-    records = Records()
+    rows, records = RowCounts(), Records()
     for name in splits:
         table = root / f"{name}.csv"
-        for row in read_table(table, _TEST_COLUMNS if name == "test" else _COLUMNS, allowed):
+        columns = _TEST_COLUMNS if name == "test" else _COLUMNS
+        for row in rows.reading(read_table(table, columns, allowed)):
             sample = _sample(root, table, name, row, deid)
             if frontal_only and sample.view == "LATERAL":
-                excluded["lateral"] += 1
+                rows.exclude("lateral")
                 continue
             records.append(Record(sample))
-    return Plan(NAME, records, FINDINGS, excluded, folders=allowed)
+            rows.kept += 1
+    return Plan(NAME, records, FINDINGS, rows, folders=allowed)
 
 
 def image_key(path: str, deid: Deidentifier) -> str:

@@ -1,12 +1,12 @@
 """COVIDx CXR, versions 2 to 4 of the COVID-Net initiative. Layout, counts and access: `data_cards/covidx.md`."""
 
 import re
-from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from medvl.common.untrusted import InputFolders
 from medvl.data.corpora.common.record_file import Records
+from medvl.data.corpora.common.row_counts import RowCounts
 from medvl.data.corpora.common.tables import Plan, Record, malformed, read_lines, split_training
 from medvl.data.privacy.deidentify import Deidentifier
 from medvl.data.splits import hash_split
@@ -60,11 +60,11 @@ def plan(
         known = sorted(path.stem.removeprefix("train_") for path in root.glob("train_*.txt"))
         hint = f"--version takes one of {', '.join(known)}" if known else "is it the root of the release?"
         raise CorpusError(f"{root} lacks {lists['train'].name} or {lists['test'].name}: {hint}", "not_found")
-    records = Records()
+    rows, records = RowCounts(), Records()
     names: dict[str, None] = {}
     present = {split: path for split, path in lists.items() if path.is_file()}
     for split, path in present.items():
-        for image, patient, labels in _read_list(path, deid, allowed):
+        for image, patient, labels in rows.reading(_read_list(path, deid, allowed)):
             sample = Sample(
                 key=deid.image(f"{split}/{image}"),
                 corpus=NAME,
@@ -76,7 +76,8 @@ def plan(
             )
             names |= dict.fromkeys(labels)
             records.append(Record(sample))
-    return Plan(NAME, records, tuple(names), Counter(), folders=allowed)
+            rows.kept += 1
+    return Plan(NAME, records, tuple(names), rows, folders=allowed)
 
 
 def _read_list(path: Path, deid: Deidentifier, allowed: InputFolders) -> Iterator[tuple[str, str, dict[str, int]]]:

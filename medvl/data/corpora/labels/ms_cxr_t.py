@@ -2,12 +2,12 @@
 
 import dataclasses
 import re
-from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 
 from medvl.common.untrusted import InputFolders
 from medvl.data.corpora.common.record_file import Records
+from medvl.data.corpora.common.row_counts import RowCounts
 from medvl.data.corpora.common.tables import Plan, Record, find_file, find_suffix, malformed, read_table
 from medvl.data.privacy.deidentify import Deidentifier
 from medvl.schema import CHANGES, Sample
@@ -48,21 +48,23 @@ def plan(root: Path, deid: Deidentifier, *, images: Path | None = None, follow_l
     table = find_file(root, TABLE)
     suffix: str | None = None
     samples: dict[str, Sample] = {}
-    excluded: Counter[str] = Counter()
-    for row in read_table(table, ("dicom_id", "previous_dicom_id", *map(column, LABELS)), allowed):
+    rows = RowCounts("comparisons")
+    names = ("dicom_id", "previous_dicom_id", *map(column, LABELS))
+    for row in rows.reading(read_table(table, names, allowed)):
         change = _read_change(row, table)
         if not change:
-            excluded["no_label"] += 1
+            rows.exclude("no_label")
             continue
         suffix = suffix or find_suffix(images / "files" / row["dicom_id"], (".jpg", ".dcm"))
-        names = (row["dicom_id"], row["previous_dicom_id"])
-        current, prior = (_sample(name, table, images, suffix or ".jpg", deid) for name in names)
+        pair = (row["dicom_id"], row["previous_dicom_id"])
+        current, prior = (_sample(name, table, images, suffix or ".jpg", deid) for name in pair)
         if current.patient != prior.patient:
             raise malformed(table, "expected two images of one patient", "previous_dicom_id")
         key = f"{current.key}-{prior.key}" if samples.get(current.key, current).extra else current.key
         samples[key] = dataclasses.replace(current, key=key, extra={"change": change, "prior": prior.key})
         samples.setdefault(prior.key, prior)
-    return Plan(NAME, Records(map(Record, samples.values())), LABELS, excluded, folders=allowed)
+        rows.kept += 1
+    return Plan(NAME, Records(map(Record, samples.values())), LABELS, rows, folders=allowed)
 
 
 def _read_change(row: Mapping[str, str], table: Path) -> dict[str, str]:

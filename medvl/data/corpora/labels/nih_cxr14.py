@@ -11,6 +11,7 @@ from medvl.common.untrusted import InputFolders
 from medvl.data.annotations.boxes import Box, read_box, region_fields
 from medvl.data.corpora.common import tables
 from medvl.data.corpora.common.record_file import Records
+from medvl.data.corpora.common.row_counts import RowCounts
 from medvl.data.corpora.common.tables import Plan, Record, malformed
 from medvl.data.privacy.deidentify import Deidentifier, cap_age
 from medvl.data.splits import hash_split
@@ -54,18 +55,17 @@ def plan(root: Path, deid: Deidentifier, *, validate_share: float = 0.125, follo
     official = _read_lists(root, allowed)
     boxes = _read_boxes(root / "BBox_List_2017.csv", allowed)
     folders = _image_folders(root)
-    excluded, warnings = Counter[str](), Counter[str]()
-    records = Records()
-    for row in tables.read_table(table, _COLUMNS, allowed):
+    rows, warnings, records = RowCounts(), Counter[str](), Records()
+    for row in rows.reading(tables.read_table(table, _COLUMNS, allowed)):
         name = row["Image Index"]
         match = _IMAGE.fullmatch(name)
         if match is None or match[1].lstrip("0") != row["Patient ID"].lstrip("0"):
             raise malformed(table, "expected a name like 00000013_005.png with the Patient ID", "Image Index")
         if name not in official:
-            excluded["in_no_official_list"] += 1
+            rows.exclude("in_no_official_list")
             continue
         patient = deid.patient(match[1])  # zeros kept as in RSNA's mapping, so that shared patients have the same hash
-        regions = {"boxes": boxes[name]} if name in boxes else {}
+        regions = {"boxes": boxes.pop(name)} if name in boxes else {}
         sample = Sample(
             key=deid.image(name),
             corpus=NAME,
@@ -80,7 +80,9 @@ def plan(root: Path, deid: Deidentifier, *, validate_share: float = 0.125, follo
             extra=region_fields(_SIZE, regions) if regions else {},
         )
         records.append(Record(sample))
-    return Plan(NAME, records, LABELS, excluded, warnings, allowed)
+        rows.kept += 1
+    warnings["boxes_without_image"] = len(boxes)
+    return Plan(NAME, records, LABELS, rows, +warnings, allowed)
 
 
 def _labels(text: str, table: Path) -> dict[str, int]:

@@ -9,6 +9,7 @@ from medvl.common.untrusted import InputFolders
 from medvl.data.annotations.questions import Question
 from medvl.data.corpora.common import questions as vqa
 from medvl.data.corpora.common.pickle_reader import read_plain_pickle
+from medvl.data.corpora.common.row_counts import RowCounts
 from medvl.data.corpora.common.tables import Plan, find_file
 from medvl.data.privacy.deidentify import Deidentifier
 from medvl.errors import CorpusError
@@ -37,15 +38,15 @@ def plan(root: Path, deid: Deidentifier, *, follow_links: bool = False) -> Plan:
     """
     root = Path(root)
     allowed = InputFolders.of(root, follow_links=follow_links)
-    warnings: Counter[str] = Counter()
+    rows, warnings = RowCounts("questions"), Counter[str]()
     questions: dict[tuple[str, str, str], tuple[str, Question]] = {}
     images: dict[str, Path] = {}
     for split, part in _PARTS.items():
         path = find_file(root, *(name.format(part) for name in _FILES))
-        for number, row in enumerate(_read_rows(path, allowed), 1):
+        for number, row in enumerate(rows.reading(_read_rows(path, allowed)), 1):
             image, text, answer = _parse_row(path, row)
             if (image, text, answer) in questions:
-                warnings["duplicate"] += 1
+                rows.exclude("duplicate")
                 continue
             warnings.update(no_answer=int(not answer))
             images[image] = root / "images" / part / f"{vqa.check_image_name(path, image)}.jpg"
@@ -58,7 +59,7 @@ def plan(root: Path, deid: Deidentifier, *, follow_links: bool = False) -> Plan:
                 split=split,
             )
             questions[image, text, answer] = image, question
-    return vqa.plan_questions(NAME, deid, images, list(questions.values()), +warnings, folders=allowed)
+    return vqa.plan_questions(NAME, deid, images, list(questions.values()), rows, +warnings, folders=allowed)
 
 
 def _read_rows(path: Path, allowed: InputFolders) -> list[dict[str, Any]]:

@@ -8,6 +8,7 @@ from medvl.common.checks import check_choice
 from medvl.common.untrusted import InputFolders
 from medvl.data.annotations.questions import Question
 from medvl.data.corpora.common import questions as vqa
+from medvl.data.corpora.common.row_counts import RowCounts
 from medvl.data.corpora.common.tables import Plan, find_file
 from medvl.data.privacy.deidentify import Deidentifier
 
@@ -35,13 +36,13 @@ def plan(root: Path, deid: Deidentifier, *, language: str = "en", follow_links: 
     root = Path(root)
     allowed = InputFolders.of(root, follow_links=follow_links)
     check_choice(language, LANGUAGES, "language")
-    warnings: Counter[str] = Counter()
+    rows, warnings = RowCounts("questions"), Counter[str]()
     questions, extra = [], {}
     for split, names in _FILES.items():
         path = find_file(root, *names)
-        for row in vqa.read_rows(path, _FIELDS, allowed):
+        for row in rows.reading(vqa.read_rows(path, _FIELDS, allowed)):
             if vqa.clean_text(row["q_lang"]) != language:
-                warnings["other_language"] += 1
+                rows.exclude("other_language")
                 continue
             image = vqa.check_image_name(path, vqa.clean_text(row["img_name"]))
             question = Question(
@@ -59,4 +60,4 @@ def plan(root: Path, deid: Deidentifier, *, language: str = "en", follow_links: 
             questions.append((image, question))
             extra[image] = {"modality": vqa.clean_text(row["modality"])}
     images = {image: root / "imgs" / image for image, _ in questions}
-    return vqa.plan_questions(NAME, deid, images, questions, warnings, extra, allowed)
+    return vqa.plan_questions(NAME, deid, images, questions, rows, warnings, extra, allowed)

@@ -8,6 +8,7 @@ from medvl.common.checks import check_choice
 from medvl.common.untrusted import InputFolders
 from medvl.data.annotations.questions import Question
 from medvl.data.corpora.common.questions import check_image_name, clean_text, infer_answer_type, plan_questions
+from medvl.data.corpora.common.row_counts import RowCounts
 from medvl.data.corpora.common.tables import Plan, malformed, read_lines
 from medvl.data.privacy.deidentify import Deidentifier
 from medvl.errors import CorpusError
@@ -39,7 +40,7 @@ def plan(root: Path, deid: Deidentifier, *, categories: Sequence[str] = CATEGORI
     allowed = InputFolders.of(root, follow_links=follow_links)
     for kept in categories:
         check_choice(kept, CATEGORIES, "categories")
-    warnings: Counter[str] = Counter()
+    counts, warnings = RowCounts("questions"), Counter[str]()
     questions: list[tuple[str, Question]] = []
     images: dict[str, Path] = {}
     for split in _FOLDERS:
@@ -47,10 +48,10 @@ def plan(root: Path, deid: Deidentifier, *, categories: Sequence[str] = CATEGORI
         if not rows:
             continue
         folder = _image_folder(root, split)
-        for number, (path, image, category, text, answer) in enumerate(rows, 1):
+        for number, (path, image, category, text, answer) in enumerate(counts.reading(rows), 1):
             name = f"{check_image_name(path, image)}.jpg"
             if category not in categories:
-                warnings["other_category"] += 1
+                counts.exclude("other_category")
                 continue
             images[name] = folder / name
             question = Question(
@@ -65,7 +66,7 @@ def plan(root: Path, deid: Deidentifier, *, categories: Sequence[str] = CATEGORI
             questions.append((name, question))
     if not questions:
         raise CorpusError(f"{root} lacks C1_Modality_train.txt or {_REFERENCE}: see the data card", "not_found")
-    return plan_questions(NAME, deid, images, questions, +warnings, folders=allowed)
+    return plan_questions(NAME, deid, images, questions, counts, +warnings, folders=allowed)
 
 
 def _category_rows(root: Path, part: str, allowed: InputFolders) -> Iterator[tuple[Path, str, str, str, str]]:

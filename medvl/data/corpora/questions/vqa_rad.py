@@ -11,6 +11,7 @@ from medvl.common.checks import check_choice
 from medvl.common.untrusted import InputFolders
 from medvl.data.annotations.questions import Question
 from medvl.data.corpora.common import questions as vqa
+from medvl.data.corpora.common.row_counts import RowCounts
 from medvl.data.corpora.common.tables import Plan
 from medvl.data.privacy.deidentify import Deidentifier
 from medvl.data.splits import hash_split
@@ -49,13 +50,13 @@ def plan(root: Path, deid: Deidentifier, *, split: Split = "official", follow_li
     root = Path(root)
     allowed = InputFolders.of(root, follow_links=follow_links)
     check_choice(split, SPLITS, "split")
-    warnings: Counter[str] = Counter()
+    rows, warnings = RowCounts("questions"), Counter[str]()
     folder = next((root / name for name in _FOLDERS if (root / name).is_dir()), None)
     if folder is None:
         raise CorpusError(f"{root} lacks {' or '.join(_FOLDERS)}: is it the root of the release?", "not_found")
     questions = []
     for path, part in _question_files(root):
-        for row in vqa.read_rows(path, _FIELDS, allowed):
+        for row in rows.reading(vqa.read_rows(path, _FIELDS, allowed)):
             image = vqa.check_image_name(path, vqa.clean_text(row["image_name"]))
             question = _question(path, row, part, warnings)
             if split == "image-disjoint":
@@ -63,7 +64,7 @@ def plan(root: Path, deid: Deidentifier, *, split: Split = "official", follow_li
             questions.append((image, question))
     images = {image: folder / image for image, _ in questions}
     extra = {image: {"split_id": split} for image in images}
-    return vqa.plan_questions(NAME, deid, images, questions, +warnings, extra, allowed)
+    return vqa.plan_questions(NAME, deid, images, questions, rows, +warnings, extra, allowed)
 
 
 def _question_files(root: Path) -> list[tuple[Path, str | None]]:

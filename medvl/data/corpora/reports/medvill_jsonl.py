@@ -13,6 +13,7 @@ from typing import Any, Literal, get_args
 from medvl.common.checks import check_choice
 from medvl.common.untrusted import InputFolders
 from medvl.data.corpora.common.record_file import Records
+from medvl.data.corpora.common.row_counts import RowCounts
 from medvl.data.corpora.common.tables import Plan, Record, malformed, read_json_lines, read_table
 from medvl.data.privacy.deidentify import Deidentifier
 from medvl.errors import ConfigError, CorpusError
@@ -55,17 +56,18 @@ def plan(
     root, home = Path(root), Path(os.path.realpath(root if images is None else images))
     allowed = InputFolders.of(root, home, *([patients.parent] if patients else []), follow_links=follow_links)
     known = {} if patients is None else _patients(patients, allowed)
-    warnings, records = Counter[str](), Records()
+    rows, warnings, records = RowCounts(), Counter[str](), Records()
     for name, split in _SPLITS.items():
         path = root / name
         if not path.is_file():
             continue
-        for number, row in read_json_lines(path, _FIELDS, allowed):
+        for number, row in rows.reading(read_json_lines(path, _FIELDS, allowed)):
             where = f"{path}, row {number}"
             records.append(Record(_sample(row, where, split, source, home, known, deid, warnings)))
+            rows.kept += 1
     if not records:
         raise CorpusError(f"{root} has no line in {', '.join(_SPLITS)}: see the data card", "not_found")
-    return Plan(NAME, records, (), Counter(), +warnings, allowed)
+    return Plan(NAME, records, (), rows, +warnings, allowed)
 
 
 def _sample(

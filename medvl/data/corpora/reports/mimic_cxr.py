@@ -9,6 +9,7 @@ from medvl.common.checks import check_choice
 from medvl.common.untrusted import InputFolders
 from medvl.data.corpora.common import tables
 from medvl.data.corpora.common.record_file import Records
+from medvl.data.corpora.common.row_counts import RowCounts
 from medvl.data.corpora.common.tables import Plan, Record, malformed
 from medvl.data.privacy.deidentify import Deidentifier
 from medvl.errors import CorpusError
@@ -56,18 +57,19 @@ def plan(
     if split is not None:
         check_choice(split, SPLITS, "split")
     labels, splits = _read_labels(root, labeler, allowed), _read_splits(root, allowed)
-    table, excluded, warnings, records = _table(root, "metadata"), Counter[str](), Counter[str](), Records()
+    table, rows, warnings, records = _table(root, "metadata"), RowCounts(), Counter[str](), Records()
     orders = _read_orders(table, allowed)
     suffix: str | None = None
-    for row in tables.read_table(table, _COLUMNS, allowed):
+    for row in rows.reading(tables.read_table(table, _COLUMNS, allowed)):
         dicom_id, subject, study = row["dicom_id"], row["subject_id"], row["study_id"]
         if dicom_id not in splits:
-            excluded["not_in_split_table"] += 1
+            rows.exclude("not_in_split_table")
             continue
         if split is not None and splits[dicom_id] != split:
+            rows.exclude("other_split")
             continue
         if views and row["ViewPosition"] not in views:
-            excluded["view"] += 1
+            rows.exclude("view")
             continue
         folder = _folder(table, dicom_id, subject, study)
         suffix = suffix or tables.find_suffix(root / folder / dicom_id, (".dcm", ".jpg"))
@@ -83,7 +85,8 @@ def plan(
             order=orders.get(study),
         )
         records.append(Record(sample, report=(reports / folder).with_suffix(".txt")))
-    return Plan(NAME, records, FINDINGS, excluded, +warnings, allowed)
+        rows.kept += 1
+    return Plan(NAME, records, FINDINGS, rows, +warnings, allowed)
 
 
 def _check_folders(root: Path, reports: Path) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from medvl.common.checks import check_choice
 from medvl.common.untrusted import InputFolders
 from medvl.data.corpora.common.record_file import Records
+from medvl.data.corpora.common.row_counts import RowCounts
 from medvl.data.corpora.common.tables import Plan, Record, malformed, read_table
 from medvl.data.privacy.deidentify import Deidentifier
 from medvl.data.reports.openi_xml import iter_openi_reports
@@ -76,18 +77,17 @@ def plan(
     if views and not projections:
         raise CorpusError(f"views need {root / _PROJECTIONS}: see the data card", "not_found", field="views")
     files = {_image_id(path.name): path for path in images.iterdir()} if images.is_dir() else {}
-    excluded, warnings = Counter[str](), Counter[str]()
-    records = Records()
+    rows, warnings, records = RowCounts(), Counter[str](), Records()
     for report in iter_openi_reports(_find_reports(root), folders=allowed):
         warnings["report_without_image"] += not report.images
         warnings["no_findings_or_impression"] += not {"findings", "impression"} & report.sections.keys()
         patient = deid.patient(report.id)
         labels = mesh_labels(report.mesh_major)
         warnings["not_indexed"] += not labels
-        for image in report.images:
+        for image in rows.reading(report.images):
             view = projections.get(_image_id(image.id))
             if views and view not in views:
-                excluded["view"] += 1
+                rows.exclude("view")
                 continue
             sample = Sample(
                 key=deid.image(image.id),
@@ -102,7 +102,8 @@ def plan(
                 extra={"mesh_major": list(report.mesh_major), "mesh_automatic": list(report.mesh_automatic)},
             )
             records.append(Record(sample))
-    return Plan(NAME, records, LABELS, excluded, +warnings, allowed)
+            rows.kept += 1
+    return Plan(NAME, records, LABELS, rows, +warnings, allowed)
 
 
 def mesh_labels(terms: Iterable[str]) -> dict[str, int]:

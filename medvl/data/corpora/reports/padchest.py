@@ -11,6 +11,7 @@ from typing import Literal, get_args
 from medvl.common.checks import check_choice
 from medvl.common.untrusted import InputFolders
 from medvl.data.corpora.common.record_file import Records
+from medvl.data.corpora.common.row_counts import RowCounts
 from medvl.data.corpora.common.tables import Plan, Record, find_file, malformed, order_studies, read_table
 from medvl.data.privacy.deidentify import Deidentifier, cap_age
 from medvl.data.splits import DEFAULT_FRACTIONS, check_fractions, hash_split
@@ -87,14 +88,14 @@ def plan(
     check_fractions(fractions)
     table = find_file(root, *_TABLES)
     exclusion = functools.partial(_exclusion, table=table, annotators=annotators, views=views)
-    rows = functools.partial(read_table, table, _COLUMNS, allowed)
-    label_names = tuple(sorted({name for row in rows() if exclusion(row) is None for name in _labels(row, table)}))
-    orders = _orders(rows())
-    excluded, warnings, records, folders = Counter[str](), Counter[str](), Records(), dict[str, Path]()
-    for row in rows():
+    read_rows = functools.partial(read_table, table, _COLUMNS, allowed)
+    label_names = tuple(sorted({name for row in read_rows() if exclusion(row) is None for name in _labels(row, table)}))
+    orders = _orders(read_rows())
+    rows, warnings, records, folders = RowCounts(), Counter[str](), Records(), dict[str, Path]()
+    for row in rows.reading(read_rows()):
         reason = exclusion(row)
         if reason is not None:
-            excluded[reason] += 1
+            rows.exclude(reason)
             continue
         name = row["ImageDir"]
         if name not in folders:
@@ -105,7 +106,8 @@ def plan(
         split, image = hash_split(sample.patient, fractions), folders[name] / row["ImageID"]
         order = orders.get(row["StudyID"])
         records.append(Record(dataclasses.replace(sample, split=split, image=image, order=order)))
-    return Plan(NAME, records, label_names, excluded, +warnings, allowed)
+        rows.kept += 1
+    return Plan(NAME, records, label_names, rows, +warnings, allowed)
 
 
 def _orders(rows: Iterable[Mapping[str, str]]) -> dict[str, int]:

@@ -11,6 +11,7 @@ from typing import Any
 
 from medvl.common.untrusted import InputFolders, parse_json, read_limited
 from medvl.data.corpora.common.record_file import Records
+from medvl.data.corpora.common.row_counts import RowCounts
 from medvl.data.corpora.common.tables import Plan, Record, malformed
 from medvl.data.privacy.deidentify import Deidentifier
 from medvl.errors import CorpusError
@@ -40,14 +41,16 @@ def plan(root: Path, deid: Deidentifier, *, images: Path | None = None, follow_l
     images = Path(os.path.realpath(root / "images" if images is None else images))
     allowed = InputFolders.of(root, images, follow_links=follow_links)
     path = root / "annotation.json"
-    warnings, records = Counter[str](), Records()
+    rows, warnings, records = RowCounts(), Counter[str](), Records()
     for split, entries in _read(path, allowed).items():
         if split not in _SPLITS or not isinstance(entries, list):
             raise malformed(path, f"expected lists {', '.join(_SPLITS)}, got {split!r:.40}")
         for number, entry in enumerate(entries):
-            for sample in _samples(entry, f"{path}, {split} {number}", _SPLITS[split], deid, images, warnings):
+            where = f"{path}, {split} {number}"
+            for sample in rows.reading(_samples(entry, where, _SPLITS[split], deid, images, warnings)):
                 records.append(Record(sample))
-    return Plan(NAME, records, (), Counter(), +warnings, allowed)
+                rows.kept += 1
+    return Plan(NAME, records, (), rows, +warnings, allowed)
 
 
 def _read(path: Path, allowed: InputFolders) -> Mapping[str, Any]:

@@ -88,7 +88,7 @@ def test_slake_keeps_one_language_and_unanswered_questions(tmp_path, deid):
     assert [questions[n].split for n in ("0", "2", "3", "1622")] == ["train", "train", "validate", "test"]
     assert (questions["2"].answer_type, questions["2"].kind, questions["3"].phrasing) == ("closed", "Modality", "kvqa")
     assert questions["1622"].answer == ""
-    assert plan.warnings == {"other_language": 1, "no_answer": 1}
+    assert (plan.excluded, plan.warnings) == ({"other_language": 1}, {"no_answer": 1})
     assert [record.sample.extra["modality"] for record in plan.records] == ["X-Ray", "CT", "X-Ray", "X-Ray"]
     assert plan.records[0].sample.image == tmp_path / "imgs" / "xmlab1" / "source.jpg"
     chinese = by_id(slake.plan(tmp_path, deid, language="zh"))
@@ -128,7 +128,7 @@ def test_vqa_med_without_abnormality_keeps_the_ids(tmp_path, deid):
     """M3AE trains and tests on three of the four categories."""
     plan = vqa_med.plan(write_vqa_med(tmp_path), deid, categories=("modality", "plane", "organ"))
     assert list(by_id(plan)) == ["train-1", "train-2", "train-3", "validate-1", "test-2"]
-    assert plan.warnings == {"other_category": 2}
+    assert (plan.excluded, plan.warnings) == ({"other_category": 2}, {})
     with raises(ConfigError, "unknown_name", "categories"):
         vqa_med.plan(tmp_path, deid, categories=("anatomy",))
 
@@ -143,7 +143,7 @@ def test_path_vqa_forms_give_equal_questions(tmp_path, deid, form, protocol):
         ("validate-1", "in the lobule", "open", "where"),
         ("test-1", "no", "closed", "is"),
     ]
-    assert plan.warnings == {"duplicate": 1}
+    assert (plan.excluded, plan.warnings) == ({"duplicate": 1}, {})
     assert [record.sample.split for record in plan.records] == ["train", "validate", "test"]
     assert all(record.sample.image.is_file() for record in plan.records)
 
