@@ -1,5 +1,6 @@
 """Reading of untrusted files: regular files inside the folders that the user named, JSON and XML of limited size."""
 
+import codecs
 import collections
 import contextlib
 import dataclasses
@@ -85,6 +86,12 @@ def read_limited(file: BinaryIO, limit: int, kind: type[MedvlError]) -> bytes:
     if size > limit:
         raise kind(f"{file.name} has {size} bytes, over the limit of {limit}", "too_large")
     return file.read(size)
+
+
+def decode_text(data: bytes) -> str:
+    """Return a text in UTF-8, or in UTF-16 with a byte-order mark. Raises UnicodeDecodeError for other encodings."""
+    is_utf16 = data[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
+    return data.decode("utf-16" if is_utf16 else "utf-8-sig")
 
 
 class DuplicateKeyError(ValueError):

@@ -18,7 +18,6 @@ from medvl.data.storage.location import locate
 from medvl.errors import ConfigError
 
 if TYPE_CHECKING:
-    from medvl.data.corpora.common.row_counts import RowCounts
     from medvl.data.corpora.common.tables import Plan
     from medvl.data.privacy.deidentify import Deidentifier
     from medvl.data.shards.format import Manifest
@@ -359,9 +358,8 @@ def _report(out: Path, manifests: "Mapping[str, Manifest]") -> list[str]:
     from medvl.data.convert.conversion import Conversion
     from medvl.data.convert.private_folder import PrivateFolder
 
-    rows = next((str(counts) for manifest in manifests.values() if (counts := corpus_counts(manifest))), None)
-    lines = [] if rows is None else [f"{rows[0].upper()}{rows[1:]}"]
-    lines += [_summary(split, manifest) for split, manifest in manifests.items()]
+    rows = dict.fromkeys(corpus_line(manifest) for manifest in manifests.values())  # the same in all splits
+    lines = [*filter(None, rows), *(_summary(split, manifest) for split, manifest in manifests.items())]
     warnings = sum((Counter(manifest.warnings) for manifest in manifests.values()), Counter[str]())
     of_corpus = Conversion.read(PrivateFolder(out)).corpus_warnings  # included in every manifest
     warnings -= Counter({name: count * (len(manifests) - 1) for name, count in of_corpus.items()})
@@ -382,11 +380,15 @@ def _summary(split: str, manifest: "Manifest") -> str:
     return f"{split}: {manifest.samples} samples of {len(manifest.patients)} patients{omitted}"
 
 
-def corpus_counts(manifest: "Manifest") -> "RowCounts | None":
-    """Return the rows of the whole corpus, None where the manifest has no counts."""
-    from medvl.data.corpora.common.row_counts import RowCounts
+def corpus_line(manifest: "Manifest") -> str:
+    """Return a line with the rows of the whole corpus that were read, kept and left out; "" without such counts."""
+    from medvl.data.corpora.common.row_counts import RowCounts, listed
 
-    return RowCounts.from_json(manifest.rows, manifest.excluded_from_corpus)
+    rows = RowCounts.from_json(manifest.rows, manifest.excluded_from_corpus)
+    if rows is not None:
+        return f"{manifest.corpus}: {rows}"
+    excluded = Counter(manifest.excluded_from_corpus)
+    return f"{manifest.corpus}: {excluded.total()} left out before conversion ({listed(excluded)})" if excluded else ""
 
 
 def named_values(items: tuple[str, ...], option: str) -> dict[str, str]:

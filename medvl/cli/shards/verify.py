@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from medvl.cli.shards.corpora import corpus_counts
+from medvl.cli.shards.corpora import corpus_line
 from medvl.errors import ShardError, SplitError
 
 if TYPE_CHECKING:
@@ -49,9 +49,8 @@ def verify(folder: Path, *, against: Path | None = None, decode: bool = False, f
             _print_regions(regions)
         if isinstance(result.folder, RemotePath) and not result.folder.can_list:
             print("  a web server lists no files: regions and files that are not in the manifest are not looked for")
-    for rows in dict.fromkeys(_corpus_rows(result.manifest) for result in results):
-        if rows:
-            print(rows)
+    for line in filter(None, dict.fromkeys(corpus_line(result.manifest) for result in results)):
+        print(line)
     manifests = {result.manifest.split: result.manifest for result in results}
     check_disjoint({split: manifest.patients for split, manifest in manifests.items()}, str(locate(folder)))
     _compare_counts(manifests, full)
@@ -59,17 +58,6 @@ def verify(folder: Path, *, against: Path | None = None, decode: bool = False, f
         raise ShardError(f"{locate(folder)} is damaged; copy or convert it again", "malformed", field="folder")
     if against is not None:
         _compare_folders(folder, against)
-
-
-def _corpus_rows(manifest: "Manifest") -> str:
-    """Return a line with the rows of the corpus before conversion; "" where the manifest has none."""
-    from medvl.data.corpora.common.row_counts import listed
-
-    rows = corpus_counts(manifest)
-    if rows is not None:
-        return f"{manifest.corpus}: {rows}"
-    excluded = Counter(manifest.excluded_from_corpus)
-    return f"{manifest.corpus}: {excluded.total()} left out before conversion ({listed(excluded)})" if excluded else ""
 
 
 def _print_regions(result: "RegionVerification") -> None:

@@ -33,7 +33,8 @@ def cached_shards(pattern: str, fields: TarFields | None = None) -> Path:
     tars, fields = expand_tars([pattern]), fields or TarFields()
     check_tars(tars)
     sizes = [(str(tar), tar.stat().st_size) for tar in tars]
-    identity = hashlib.sha256(json.dumps([sizes, fields.image, fields.text]).encode()).hexdigest()
+    names = [fields.image, fields.text, fields.key_end]
+    identity = hashlib.sha256(json.dumps([sizes, *names]).encode()).hexdigest()
     out = subfolder(Cache.from_environment().make_private(), "webdataset") / identity[:32]
     _log.warning(
         "%s: tars without a manifest; patients or articles that the model was trained on are not noticed",

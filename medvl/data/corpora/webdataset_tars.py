@@ -13,12 +13,13 @@ from typing import Any
 from medvl.common.files import write_atomic
 from medvl.common.untrusted import InputFolders
 from medvl.data.corpora.common.record_file import Records
+from medvl.data.corpora.common.row_counts import RowCounts, listed
 from medvl.data.corpora.common.tables import Plan, Record
 from medvl.data.privacy.deidentify import Deidentifier
 from medvl.data.splits import DEFAULT_FRACTIONS, check_fractions, check_name, hash_split
 from medvl.data.storage.location import Location
-from medvl.data.storage.webdataset_tars import TarFields, describe_tars, expand_tars, member_value, read_tar
-from medvl.errors import CorpusError
+from medvl.data.storage.webdataset_tars import TarCounts, TarFields, describe_tars, expand_tars, member_value, read_tar
+from medvl.errors import ConfigError, CorpusError
 from medvl.schema import Sample
 
 SECTION = "caption"
@@ -48,7 +49,7 @@ def plan(
         fractions: fractions of the splits.
 
     Raises:
-        ConfigError: a pattern, the name or the fractions cannot be used.
+        ConfigError: a pattern, the name or the fractions cannot be used, or two tars have one name.
         ShardError: a tar is missing or damaged.
         StorageError: a remote store cannot be reached.
         CorpusError: there is no sample.
@@ -56,14 +57,18 @@ def plan(
     check_name(name, "name")
     check_fractions(fractions)
     found = expand_tars(tars)
+    repeated = [tar for tar, count in Counter(tar.name for tar in found).items() if count > 1]
+    if repeated:
+        message = f"several tars are named {repeated[0]}, which keys depend on; convert them one by one, or rename them"
+        raise ConfigError(message, "conflict", field="tars")
     unpacked.mkdir(parents=True, exist_ok=True, mode=0o700)
     reader = _Reader(deid, unpacked, name, fields or TarFields(), group, fractions)
     records = Records(map(Record, itertools.chain.from_iterable(map(reader.samples, found))))
     if not records:
-        detail = ", ".join(f"{count} {reason}" for reason, count in sorted(reader.excluded.items())) or "none read"
+        detail = f"{listed(reader.rows.left_out) or 'none read'}; {reader.counts}"
         message = f"{describe_tars(found)}: no sample is left ({detail}); check the suffixes of image and text"
         raise CorpusError(message, "empty")
-    return Plan(name, records, (), reader.excluded, reader.warnings, InputFolders.of(unpacked))
+    return Plan(name, records, (), reader.rows, +reader.warnings, InputFolders.of(unpacked))
 
 
 class _Reader:
@@ -78,14 +83,20 @@ class _Reader:
     ) -> None:
         self.deid, self.unpacked, self.name, self.fields, self.group = deid, unpacked, name, fields, group
         self.fractions = fractions
-        self.excluded, self.warnings = Counter[str](), Counter[str]()
+        self.rows, self.counts, self.warnings = RowCounts("samples"), TarCounts(), Counter[str]()
 
     def samples(self, tar: Location) -> Iterator[Sample]:
         """Yield the samples of a tar, with their images unpacked."""
-        for members in read_tar(tar, self.fields.suffixes(self.group)):
+        before, found = self.counts.samples, 0
+        for members in read_tar(tar, self.fields, self.group, counts=self.counts):
+            found += 1
             sample = self._sample(tar.name, members)
             if sample is not None:
+                self.rows.kept += 1
                 yield sample
+        samples = self.counts.samples - before
+        self.rows.read += samples
+        self.rows.exclude("no_image_or_text", samples - found)
 
     def _sample(self, tar: str, members: Mapping[str, Any]) -> Sample | None:
         identity = f"{self.name} {tar} {members['__key__']}"
@@ -93,11 +104,11 @@ class _Reader:
             text = self.fields.text_of(members)
             group = None if self.group is None else (member_value(members, self.group) or "").strip() or None
         except ValueError:
-            self.excluded["text_unreadable"] += 1
+            self.rows.skip("text_unreadable")
             return None
         image = self.fields.image_of(members)
         if image is None:
-            self.excluded["no_image"] += 1
+            self.rows.exclude("no_image")
             return None
         if self.group is not None and group is None:
             self.warnings["no_group"] += 1

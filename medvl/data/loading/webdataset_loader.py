@@ -93,7 +93,7 @@ class _BatchStream(IterableDataset[Result]):
         while found:
             found = False
             for number in order:
-                for members in read_tar(self.tars[number], self.fields.suffixes()):
+                for members in read_tar(self.tars[number], self.fields):
                     found = True
                     yield members | {"__tar__": self.tars[number].name}
         names = describe_tars([self.tars[number] for number in order])
@@ -111,7 +111,8 @@ class _BatchStream(IterableDataset[Result]):
             yield sample
 
     def _item(self, members: Mapping[str, Any]) -> Item | SkippedSample:
-        key = hashlib.sha256(f"{members['__tar__']} {members['__key__']}".encode()).hexdigest()[:32]
+        name = f"{members['__tar__']} {members['__key__']}".encode(errors="surrogateescape")
+        key = hashlib.sha256(name).hexdigest()[:32]
         try:
             text = self.fields.text_of(members)
         except ValueError:

@@ -1,26 +1,30 @@
-"""Tars that other projects wrote for webdataset (`.jpg .txt .json`, no manifest), read by the webdataset library.
+"""Tars that other projects wrote for webdataset (`.jpg .txt .json`, no manifest), grouped into samples as it does.
 
-They are given by path or address, with webdataset's braces: `pmc/{00000..00042}.tar`. The library reads the members;
-the bytes come from here, so that remote tars are read as shards are, no command is run (`pipe:` is refused), and
-members that would fill the memory (sparse files, extended headers of gigabytes, compressed tars) never reach it.
+They are given by path or address, with webdataset's braces: `pmc/{00000..00042}.tar`. Remote tars are read as shards
+are, no command is run (`pipe:` is refused), and members that would fill the memory (sparse files, extended headers of
+gigabytes, compressed tars) never reach Python's tarfile.
 """
 
 import dataclasses
 import re
 import tarfile
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Literal
 
-from medvl.common.untrusted import parse_json
+from medvl.common.checks import check_choice
+from medvl.common.untrusted import decode_text, parse_json
 from medvl.data.storage.location import Location, RemotePath, is_address, locate
 from medvl.data.storage.store import map_threads
-from medvl.errors import ConfigError, MedvlError, ShardError
+from medvl.errors import ConfigError, ShardError
 
 _MAX_TARS = 1_000_000
 _MAX_MEMBER_BYTES, _MAX_EXTENDED_BYTES = 256 * 2**20, 2**20
-_BLOCK, _PLAIN, _EXTENDED = 512, b"\x000157", b"xgLK"
-"""Types of members: files, links, folders; extended headers. Links and folders have no content and are skipped."""
+_BLOCK, _PLAIN, _EXTENDED = 512, b"\x00057", b"xgLK"
+"""Types of members: files and folders; extended headers."""
+_SHOWN, _MAX_SUFFIXES = 8, 1000
+_HIDDEN = "hidden or without a suffix"
 _RANGE = re.compile(r"\{([0-9]+)\.\.([0-9]+)\}")
 
 
@@ -32,10 +36,30 @@ class TarFields:
     """Suffixes of the image, in order of preference."""
     text: str = "txt;json:caption"
     """Suffixes of the text; json:NAME takes a field of the JSON."""
+    key_end: Literal["first-dot", "last-dot"] = "first-dot"
+    """Dot of a file name at which the key of the sample ends: the first one, as in webdataset, or the last one, for
+    names such as 1.2.840.113.jpg."""
+
+    def __post_init__(self) -> None:
+        check_choice(self.key_end, ("first-dot", "last-dot"), "key_end")
+
+    @property
+    def text_suffixes(self) -> set[str]:
+        """Suffixes of the members that may have the text."""
+        return {name.partition(":")[0].lower() for name in self.text.split(";")}
+
+    def split_name(self, name: str) -> tuple[str | None, str]:
+        """Return key and suffix, in lower case, of a member's name; None for hidden files and names without a dot."""
+        folder, slash, file = name.rpartition("/")
+        first, last = file.find("."), file.rfind(".")
+        if first < 1:
+            return None, ""
+        end = first if self.key_end == "first-dot" else last
+        return f"{folder}{slash}{file[:end]}", file[end + 1 :].lower()
 
     def image_of(self, members: Mapping[str, Any]) -> bytes | None:
         """Return the encoded image of a sample, None where it has none."""
-        return next((members[name] for name in self.image.split(";") if name in members), None)
+        return next((members[name] for name in self.image.lower().split(";") if name in members), None)
 
     def text_of(self, members: Mapping[str, Any]) -> str:
         """Return the text of a sample, empty where it has none. Raises ValueError where it cannot be read."""
@@ -48,16 +72,17 @@ class TarFields:
     def suffixes(self, *others: str | None) -> set[str]:
         """Return the suffixes of the members to read; `others` are further members or fields."""
         names = [*self.image.split(";"), *self.text.split(";"), *(name for name in others if name)]
-        return {name.partition(":")[0] for name in names}
+        return {name.partition(":")[0].lower() for name in names}
 
 
 def member_value(members: Mapping[str, Any], name: str) -> str | None:
     """Return the text of a member, or of a field of its JSON (`json:NAME`). Raises ValueError where it is damaged."""
     suffix, _, field = name.partition(":")
+    suffix = suffix.lower()
     if suffix not in members:
         return None
     if not field:
-        return str(members[suffix].decode("utf-8-sig"))
+        return decode_text(members[suffix])
     content = parse_json(members[suffix])
     value = content.get(field) if isinstance(content, dict) else None
     if isinstance(value, list | dict):
@@ -93,36 +118,119 @@ def expand_tars(patterns: Sequence[str | Path]) -> list[Location]:
     return found
 
 
-def read_tar(tar: Location, suffixes: set[str]) -> Iterator[dict[str, Any]]:
-    """Yield the samples of a tar as webdataset groups them: `__key__`, and the bytes of each member by suffix.
+@dataclasses.dataclass(slots=True)
+class TarCounts:
+    """Counts of the tars that were read."""
 
-    Raises ShardError where the tar is missing, damaged, compressed, or has a member over 256 MiB; StorageError.
+    samples: int = 0
+    """Samples with at least one member, whatever its suffix."""
+    unread: Counter[str] = dataclasses.field(default_factory=Counter)
+    """Suffix -> number of members with it that no field names."""
+
+    def __str__(self) -> str:
+        """Return the most frequent suffixes that no field names."""
+        shown = ", ".join(f"{count} {suffix}" for suffix, count in self.unread.most_common(_SHOWN))
+        return f"members that were not read: {shown or 'none'}"
+
+
+def read_tar(
+    tar: Location, fields: TarFields, *others: str | None, counts: TarCounts | None = None
+) -> Iterator[dict[str, Any]]:
+    """Yield the samples of a tar: `__key__`, and the bytes of each member by suffix, in lower case.
+
+    The members of a sample follow each other, as webdataset requires. Key and suffix of a name are webdataset's, or as
+    `fields.key_end` chooses. Hidden files, such as those of macOS (`._a.jpg`), and folders are ignored.
+
+    Args:
+        tar: path or address.
+        fields: suffixes of image and text.
+        others: further members or fields (`json:NAME`) to read.
+        counts: counts that are added to.
+
+    Raises:
+        ShardError: the tar is missing, damaged or compressed, has a link or a member over 256 MiB, the members of a
+            sample are apart, or a name has dots such that an image or a text would be missed.
+        StorageError: a remote store cannot be reached.
     """
-    from webdataset import tariterators
-
-    def is_wanted(name: str) -> bool:
-        return (tariterators.base_plus_ext(name)[1] or "").lower() in suffixes
-
+    counts = TarCounts() if counts is None else counts
     try:
         with tar.open("rb") as stream:
             checked = _CheckedStream(stream, str(tar))
-            source = [{"url": str(tar), "stream": checked}]
-            yield from tariterators.group_by_keys(tariterators.tar_file_expander(source, select_files=is_wanted))
+            with tarfile.open(fileobj=checked, mode="r|") as archive:
+                yield from _group(archive, str(tar), fields, fields.suffixes(*others), counts)
             checked.require_end()
-    except MedvlError as error:  # the library adds to the arguments of every error
-        raise type(error)(str(error.args[0]), error.code, field=error.field) from None
     except FileNotFoundError:
         raise ShardError(f"{tar} does not exist", "not_found") from None
     except (tarfile.TarError, EOFError) as error:
         raise ShardError(
             f"{tar} is damaged or ends early ({type(error).__name__}); copy it again", "truncated"
         ) from None
-    except ValueError as error:
-        if type(error) is not ValueError:
-            raise
-        raise ShardError(f"{tar} has two members of one name; repack it", "malformed") from None
     except OSError as error:
         raise ShardError(f"cannot read {tar} ({error.strerror})", "unreadable") from None
+
+
+def _group(
+    archive: tarfile.TarFile, where: str, fields: TarFields, suffixes: set[str], counts: TarCounts
+) -> Iterator[dict[str, Any]]:
+    """Yield the samples of an open tar that have a member with one of the suffixes."""
+    sample: dict[str, Any] = {}
+    unread: list[str] = []
+    seen: set[int] = set()
+    for entry in archive:
+        archive.members = []  # tarfile would keep all headers
+        key, suffix = fields.split_name(entry.name)
+        if not entry.isfile():
+            continue
+        if key is None:
+            counts.unread[_HIDDEN] += 1
+            continue
+        if key != sample.get("__key__"):
+            if sample:
+                _check_names(where, fields, sample, unread)
+                if len(sample) > 1:
+                    yield sample
+            if hash(key) in seen:
+                advice = "repack it with sorted names (tar --sort=name), and give each sample a name of its own"
+                state = f"the members of sample {key!r} are not next to each other, or two samples have this name"
+                raise ShardError(f"{where}: {state}; {advice}", "conflict", field="key")
+            seen.add(hash(key))
+            counts.samples += 1
+            sample, unread = {"__key__": key}, []
+        if suffix not in suffixes:
+            counts.unread[suffix if len(counts.unread) < _MAX_SUFFIXES else "..."] += 1
+            unread.append(suffix)
+            continue
+        if suffix in sample:
+            raise ShardError(f"{where} has two members {key}.{suffix}; repack it without one", "malformed")
+        content = archive.extractfile(entry)
+        assert content is not None, "a regular file"
+        sample[suffix] = content.read()
+    if sample:
+        _check_names(where, fields, sample, unread)
+        if len(sample) > 1:
+            yield sample
+
+
+def _check_names(where: str, fields: TarFields, sample: Mapping[str, Any], unread: Sequence[str]) -> None:
+    """Raise ShardError where a member that is not read is probably the image or text of a sample with dots in its key.
+
+    webdataset ends a key at the first dot: `1.2.840.jpg` is the member `2.840.jpg` of a sample `1`.
+    """
+    parts = [tuple(suffix.rpartition(".")[::2]) for suffix in unread if "." in suffix]
+    images = {middle for middle, last in parts if last in fields.image.lower().split(";")}
+    texts = {middle for middle, last in parts if last in fields.text.lower().split(";")}
+    missed = images & texts
+    if fields.image_of(sample) is None:
+        missed |= images
+    if not fields.text_suffixes & sample.keys():
+        missed |= texts
+    if missed:
+        middle = min(missed)
+        suffix = next(suffix for suffix in unread if suffix.rpartition(".")[0] == middle)
+        name = f"{sample['__key__']}.{suffix}"
+        state = f"{where}: {name!r} has several dots: its key is {sample['__key__']!r}, its suffix {suffix!r}"
+        advice = "set key-end to last-dot if the dots are part of the key, else name the suffix for image or text"
+        raise ShardError(f"{state}; {advice}", "conflict", field="key_end")
 
 
 class _CheckedStream:
@@ -168,11 +276,14 @@ class _CheckedStream:
         if not re.fullmatch(rb"[0-7]{1,12}", digits):
             raise self._refused("its header is damaged, or it is compressed: unpack it first", "malformed")
         size = int(digits, 8)
+        if kind in b"12":
+            advice = "repack it with tar --dereference --hard-dereference"
+            raise self._refused(f"a member is a link; {advice}", "unsupported")
         if kind not in _PLAIN and kind not in _EXTENDED:
             raise self._refused("a member is not a regular file", "unsupported")
         if size > (_MAX_EXTENDED_BYTES if kind in _EXTENDED else _MAX_MEMBER_BYTES):
             raise self._refused(f"a member of {size} bytes is over the limit", "too_large")
-        self._content = -(-size // _BLOCK) * _BLOCK if kind not in b"15" else 0
+        self._content = -(-size // _BLOCK) * _BLOCK if kind != b"5" else 0
         self._extended = bytearray() if kind in b"xg" else None
 
     def _check_extended(self) -> None:

@@ -12,10 +12,12 @@ from pathlib import Path
 
 import numpy as np
 import odd_dicom
+import odd_tars
 import pytest
 
 from medvl.cli import main as cli
 from medvl.data import decode_image
+from medvl.data.shards.format import Manifest, split_folders
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,3 +81,40 @@ def test_header_values_of_dicom_files_are_read_or_named(tmp_path: Path, capsys: 
     assert len(images) == len(read)
     for key, case in cases.items():
         assert np.abs(images[key] - 255 * case.shades).max() <= 0.51, case.name
+
+
+def convert_tar(capsys: pytest.CaptureFixture[str], tar: Path, *options: str) -> Finished:
+    out = tar.with_suffix(".shards")
+    command = ["shards", "webdataset", "--tars", tar, "--out", out, "--splits", "train=1"]
+    return medvl(capsys, *command, "--salt-file", tar.parent / "salt", "--new-salt", "--workers", 1, *options)
+
+
+@pytest.mark.parametrize("case", odd_tars.READ)
+def test_tars_are_read(case: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Each sample is in the shards, or is left out with a printed reason that `medvl verify` repeats."""
+    members, options, samples, printed = odd_tars.READ[case]
+    tar = odd_tars.write(tmp_path / "a.tar", members)
+    done = convert_tar(capsys, tar, *options)
+    assert done.status == 0, done.err
+    assert printed in done.out
+    out = tar.with_suffix(".shards")
+    assert sum(Manifest.read(folder).samples for folder in split_folders(out)) == samples
+    verified = medvl(capsys, "verify", out)
+    assert verified.status == 0
+    assert printed in verified.out
+
+
+@pytest.mark.parametrize("case", odd_tars.REFUSED)
+def test_tars_that_would_lose_samples_are_refused(
+    case: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    members, options, message = odd_tars.REFUSED[case]
+    done = convert_tar(capsys, odd_tars.write(tmp_path / "a.tar", members), *options)
+    assert done.status != 0
+    assert message in done.err
+
+
+def test_links_in_tars_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    done = convert_tar(capsys, odd_tars.links(tmp_path / "a.tar"))
+    assert done.status != 0
+    assert "--hard-dereference" in done.err
