@@ -39,7 +39,7 @@ from medvl.train.loop.meters import SpeedMeter
 from medvl.train.loop.prepare import parallelize
 from medvl.train.loop.rollback import RollbackPolicy
 from medvl.train.loop.state import TrainState, resume_path
-from medvl.train.loop.step import Step
+from medvl.train.loop.step import Step, StepResult
 from medvl.train.loop.validate import Evaluator, run_evaluators, validation_loss
 from medvl.train.optim.optimizer import build_optimizer
 from medvl.train.optim.schedule import LearningRate
@@ -183,6 +183,7 @@ class Training:
             run={name: value for name, value in described.items() if name != "train_manifest"}
             | {"model": self.state.identity["model"]},
         )
+        self._first_step, self._learns = self.state.step, False
         self._rollback = RollbackPolicy(self.state, config, self.logger, self._checkpoints)
         self.speed = SpeedMeter(ranks)
 
@@ -322,6 +323,7 @@ class Training:
         state.step += 1
         self.logger.advance()
         self.speed.add(result.pairs)
+        self._check_learning(result)
         if result.updated:
             state.streak = 0
             state.meter.add(result)
@@ -330,6 +332,22 @@ class Training:
         else:
             return self._rollback(result, step)
         return False
+
+    def _check_learning(self, result: StepResult) -> None:
+        """Raise TrainingError where no update of an epoch, or of the whole run, had a loss or a gradient.
+
+        Losses over no sample are 0, as those of a dual-encoder on images without texts: nothing would be trained.
+        """
+        if self._learns:
+            return
+        state, done = self.state, self.state.step - self._first_step
+        losses = torch.stack([loss.total for loss in result.losses])
+        self._learns = state.ranks.any(bool(losses.any()) or bool(result.grad_norm))
+        if self._learns or (done < state.stream.steps_per_epoch and (self._first_step or not state.exhausted)):
+            return
+        message = f"all losses and gradients of the first {done} updates are 0: no sample has what the model learns from"
+        advice = "a pair needs an image and a text; see the counts of `medvl verify`, and the fields of the text policy"
+        raise TrainingError(f"{message}; {advice}", "empty", field="data.train")
 
     def _record(self) -> None:
         state = self.state
