@@ -48,6 +48,8 @@ from medvl.train.parallel.distributed import RankInfo, cpu_cores, join, machine_
 from medvl.train.parallel.prefetch import side_stream
 
 _log = logging.getLogger(__name__)
+_MAX_EMPTY_UPDATES = 1000
+"""Updates without any loss or gradient at the start of a run, where an epoch has more, before it ends with an error."""
 
 _FOLDERS = ("checkpoints", "tensorboard", "wandb")
 """Folders of a run that a training writes into."""
@@ -334,7 +336,7 @@ class Training:
         return False
 
     def _check_learning(self, result: StepResult) -> None:
-        """Raise TrainingError where no update of an epoch, or of the whole run, had a loss or a gradient.
+        """Raise TrainingError where no update of the first epoch, or of the whole run, had a loss or a gradient.
 
         Losses over no sample are 0, as those of a dual-encoder on images without texts: nothing would be trained.
         """
@@ -343,7 +345,8 @@ class Training:
         state, done = self.state, self.state.step - self._first_step
         losses = torch.stack([loss.total for loss in result.losses])
         self._learns = state.ranks.any(bool(losses.any()) or bool(result.grad_norm))
-        if self._learns or (done < state.stream.steps_per_epoch and (self._first_step or not state.exhausted)):
+        is_early = done < min(state.stream.steps_per_epoch, _MAX_EMPTY_UPDATES)
+        if self._learns or (is_early and (self._first_step or not state.exhausted)):
             return
         message = f"all losses and gradients of the first {done} updates are 0: no sample has what the model learns from"
         advice = "a pair needs an image and a text; see the counts of `medvl verify`, and the fields of the text policy"

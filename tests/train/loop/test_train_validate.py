@@ -306,3 +306,27 @@ def test_run_dir_may_be_a_string(tmp_path: Path) -> None:
     result = run(folder, iter([0.123456789] * 8))
     assert result.last.parent.parent == tmp_path / "run"
     assert "best auroc 0.1235: " in str(result)
+
+
+class Nothing(TwoTowers):
+    """A model whose first batches have nothing to learn from, as those without a pair."""
+
+    def __init__(self, empty: int) -> None:
+        super().__init__()
+        self.left = empty
+
+    def forward(self, batch: Batch) -> Losses:
+        losses = super().forward(batch)
+        self.left -= 1
+        return losses if self.left < 0 else Losses.sum(loss=0 * losses.total)
+
+
+@pytest.mark.parametrize(("empty", "epochs", "fails"), [(3, 2, False), (4, 2, True), (100, 1, True)])
+def test_training_on_nothing_ends_with_an_error(tmp_path: Path, empty: int, epochs: int, fails: bool) -> None:
+    """Four updates an epoch: an epoch without any loss or gradient is an error, a part of one is not."""
+    loader, config = FakeLoader(16, 4), fakes.config(tmp_path, epochs=epochs)
+    if fails:
+        with raises(TrainingError, "empty", "data.train"):
+            train(Nothing(empty), loader, optim=fakes.optim(), config=config)
+    else:
+        assert train(Nothing(empty), loader, optim=fakes.optim(), config=config).stopped == "finished"
