@@ -209,7 +209,7 @@ def m3ae_arrow(
     from medvl.data.corpora.figures import m3ae_arrow as corpus
 
     deid = shared.deidentifier()
-    unpacked = PrivateFolder(shared.run.local_out).path / "images"
+    unpacked = PrivateFolder(shared.run.local_out).create() / "images"
     plan = corpus.plan(root, deid, unpacked, splits=splits, follow_links=shared.options.follow_links)
     lines = convert(plan, deid, shared)
     shutil.rmtree(unpacked)

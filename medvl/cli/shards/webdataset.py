@@ -35,7 +35,7 @@ def webdataset(
     from medvl.data.corpora import webdataset_tars as corpus
 
     deid = shared.deidentifier()
-    unpacked = PrivateFolder(shared.run.local_out).path / "images"
+    unpacked = PrivateFolder(shared.run.local_out).create() / "images"
     plan = corpus.plan(tars, deid, unpacked, name=name, fields=fields, group=group, fractions=split_fractions(splits))
     lines = [convert(plan, deid, shared)]
     shutil.rmtree(unpacked)

@@ -92,12 +92,14 @@ class Conversion:
         Raises ConfigError when they hold another conversion or other files, or another process writes them.
         """
         self._check_folders(out, private)
-        private.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        private.create()
         with RunLock(private.path, error=ConfigError, field="out"):
             self._check_folders(out, private)  # another process may have finished since
             for split in self.planned:
                 sweep(subfolder(out, split))  # partial shards of a killed process
-            write_atomic(private.plan, json.dumps(dataclasses.asdict(self), indent=1, sort_keys=True))
+            write_atomic(
+                private.plan, json.dumps(dataclasses.asdict(self), indent=1, sort_keys=True), permissions=0o600
+            )
             yield
 
     def _check_folders(self, out: Path, private: PrivateFolder) -> None:

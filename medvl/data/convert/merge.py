@@ -86,7 +86,7 @@ def _merge_into(
         for split, name in part.conversion.shards():
             for suffix in (".tar", ".index"):
                 _link(part.folder / split / (name + suffix), out / split / (name + suffix))
-            write_atomic(private.note_path(name), part.private.note_path(name).read_bytes())
+            write_atomic(private.note_path(name), part.private.note_path(name).read_bytes(), permissions=0o600)
     ordered = [notes[name] for _, name in conversion.shards()]
     manifests = build_manifests(conversion, ordered, conversion.planned)
     _verify(manifests, out, parts, progress)

@@ -4,10 +4,12 @@ It names files of the corpus and must not be shared.
 """
 
 import json
+import stat
 from collections.abc import Iterable
 from pathlib import Path
 
 from medvl.common.files import new_file, write_atomic
+from medvl.common.folders import private_folder
 from medvl.data.convert.note import ShardNote
 
 
@@ -19,6 +21,17 @@ class PrivateFolder:
         self.plan, self.skipped, self.sources = (
             self.path / name for name in ("plan.json", "skipped.jsonl", "sources.tsv")
         )
+
+    def create(self) -> Path:
+        """Create the folder, or close an existing one and its files to other users; return its path.
+
+        Raises ConfigError where it is a link or belongs to another user, as `private_folder`.
+        """
+        private_folder(self.path)
+        for file in self.path.iterdir():
+            if file.is_file() and not file.is_symlink() and stat.S_IMODE(file.stat().st_mode) & 0o077:
+                file.chmod(0o600)
+        return self.path
 
     def note_path(self, shard: str) -> Path:
         """Return the path of a shard's note."""

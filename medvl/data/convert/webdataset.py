@@ -43,7 +43,7 @@ def cached_shards(pattern: str, fields: TarFields | None = None) -> Path:
     with RunLock(out.with_name(f"{out.name}-lock"), error=ConfigError, field="data"):
         if not (out / _SPLIT / MANIFEST).is_file():
             deid = Deidentifier(hashlib.sha256(b"webdataset tars").digest())
-            unpacked = PrivateFolder(out).path / "images"
+            unpacked = PrivateFolder(out).create() / "images"
             plan = corpus.plan([pattern], deid, unpacked, fields=fields, fractions={_SPLIT: 1.0})
             write_shards(plan, deid, ShardRun(out=out, max_skipped=0.05), ShardOptions(color=True, keep_textless=True))
             shutil.rmtree(PrivateFolder(out).path)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from medvl.common.files import write_atomic
+from medvl.common.folders import private_folder
 from medvl.common.untrusted import InputFolders
 from medvl.data.corpora.common.record_file import Records
 from medvl.data.corpora.common.row_counts import RowCounts, listed
@@ -61,7 +62,7 @@ def plan(
     if repeated:
         message = f"several tars are named {repeated[0]}, which keys depend on; convert them one by one, or rename them"
         raise ConfigError(message, "conflict", field="tars")
-    unpacked.mkdir(parents=True, exist_ok=True, mode=0o700)
+    private_folder(unpacked)
     reader = _Reader(deid, unpacked, name, fields or TarFields(), group, fractions)
     records = Records(map(Record, itertools.chain.from_iterable(map(reader.samples, found))))
     if not records:
@@ -115,7 +116,7 @@ class _Reader:
         key = self.deid.image(identity)
         path = self.unpacked / key
         if not path.is_file() or path.stat().st_size != len(image):
-            write_atomic(path, image)
+            write_atomic(path, image, permissions=0o600)
         patient = self.deid.patient(identity if group is None else f"{self.name} {group}")
         return Sample(
             key=key,

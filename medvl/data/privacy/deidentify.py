@@ -8,19 +8,25 @@ whether two corpora were hashed with the same salt.
 import contextlib
 import dataclasses
 import hashlib
+import logging
 import math
 import os
 import re
 import secrets
+import stat
 import tempfile
 from pathlib import Path
 from typing import SupportsFloat
 
+from medvl.common.untrusted import read_file
 from medvl.errors import ConfigError, CorpusError
 
 _ID_BYTES = 10  # 20 hex characters: two of a million ids collide with a probability of about 4e-13
 _SALT_BYTES = 32
+_MAX_SALT_FILE = 4096
 _MIN_SALT_BYTES, _MAX_SALT_BYTES = 16, hashlib.blake2b.MAX_KEY_SIZE
+
+_log = logging.getLogger(__name__)
 
 MAX_AGE = 90
 """Ages of 90 and above are one group, as HIPAA's Safe Harbor requires (45 CFR 164.514(b)(2)(i)(C))."""
@@ -49,19 +55,23 @@ class Deidentifier:
         With `create`, a missing file is created atomically with 32 random bytes, readable by its owner only. Processes
         that create it at the same time get the same salt.
 
-        Raises ConfigError when the file is missing, is not hexadecimal, or is too short.
+        A warning names the mode of a file that other users can read: with it, ids can be guessed from their hashes.
+
+        Raises ConfigError when the file is missing, no regular file, not hexadecimal, or too short.
         """
         path = Path(path)
         if create and not path.exists():
             _create_salt(path)
         try:
-            text = path.read_text(encoding="ascii").strip()
-            return cls(bytes.fromhex(text))
+            content = read_file(path, _MAX_SALT_FILE, ConfigError)
         except FileNotFoundError:
             advice = "set MEDVL_SALT_FILE to the salt of this data, or let the first conversion create one"
             raise ConfigError(f"the salt file {path} does not exist: {advice}", "not_found") from None
-        except OSError as error:
-            raise ConfigError(f"the salt file {path} cannot be read ({error.strerror})", "unreadable") from None
+        except ConfigError as error:
+            raise error.prefixed("the salt file cannot be read: ") from None
+        _warn_of_mode(path)
+        try:
+            return cls(bytes.fromhex(content.decode("ascii").strip()))
         except ValueError:  # from bytes.fromhex and the decoder, whose messages quote the salt
             raise ConfigError(f"the salt file {path} is not hexadecimal: not written by medvl", "malformed") from None
         except ConfigError as error:
@@ -102,6 +112,15 @@ def default_salt_file() -> Path:
     """Return `$MEDVL_SALT_FILE`, or `~/.config/medvl/salt`."""
     path = os.environ.get("MEDVL_SALT_FILE")
     return Path(path) if path else Path.home() / ".config" / "medvl" / "salt"
+
+
+def _warn_of_mode(path: Path) -> None:
+    mode = stat.S_IMODE(path.stat().st_mode)
+    if mode & 0o077:
+        message = (
+            "the salt file %s has the mode %04o: other users can read it, and guess ids from their hashes; chmod 600"
+        )
+        _log.warning(message, path, mode)
 
 
 def _create_salt(path: Path) -> None:

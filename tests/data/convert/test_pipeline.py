@@ -206,6 +206,41 @@ def test_second_run_writes_nothing_and_another_plan_is_refused(tmp_path: Path, d
         write_shards(plan, deid, ShardRun(out=tmp_path / "foreign"), OPTIONS)
 
 
+def test_private_files_are_closed_to_other_users(tmp_path: Path, deid: Deidentifier) -> None:
+    """Whatever the modes of a folder that was there before; a link is refused, and its target stays as it was."""
+    plan, private = make_plan(tmp_path / "images", 4), tmp_path / "out-private"
+    private.mkdir()
+    (private / "sources.tsv").touch()
+    private.chmod(0o755)
+    (private / "sources.tsv").chmod(0o644)
+    (tmp_path / "target").mkdir(mode=0o755)
+    write_shards(plan, deid, ShardRun(out=tmp_path / "out", workers=1), OPTIONS)
+    assert private.stat().st_mode & 0o777 == 0o700
+    assert {path.name for path in private.iterdir() if path.stat().st_mode & 0o077} == set()
+    assert (private / "sources.tsv").read_text()
+    (tmp_path / "linked-private").symlink_to(tmp_path / "target")
+    with raises(ConfigError, "outside_folder"):
+        write_shards(plan, deid, ShardRun(out=tmp_path / "linked", workers=1), OPTIONS)
+    assert not list((tmp_path / "target").iterdir())
+
+
+@pytest.mark.parametrize(("max_skipped", "passes"), [(2, True), (1, False), (0.34, True), (0.3, False)])
+def test_unusable_rows_are_held_to_the_budget(
+    tmp_path: Path, deid: Deidentifier, max_skipped: float, passes: bool
+) -> None:
+    """One of six rows was skipped while planning, and one image is unreadable; rows that an option excludes are free."""
+    plan = make_plan(tmp_path / "images", 5, bad={2: b"no image"})
+    counts = RowCounts(read=9, kept=5, excluded=Counter(view=3), skipped=Counter(text_unreadable=1))
+    run = ShardRun(out=tmp_path / "out", workers=1, max_skipped=max_skipped)
+    if passes:
+        manifest = write_shards(dataclasses.replace(plan, rows=counts), deid, run, OPTIONS)["train"]
+        assert manifest.rows == {"unit": "images", "read": 9, "kept": 5, "skipped": {"text_unreadable": 1}}
+        assert manifest.excluded_from_corpus == {"view": 3}
+    else:
+        with raises(BudgetError, "budget", "max_skipped"):
+            write_shards(dataclasses.replace(plan, rows=counts), deid, run, OPTIONS)
+
+
 def test_damaged_shards_are_converted_again(tmp_path: Path, deid: Deidentifier) -> None:
     plan, run = make_plan(tmp_path / "images"), ShardRun(out=tmp_path / "out", workers=1)
     write_shards(plan, deid, run, OPTIONS)

@@ -1,6 +1,7 @@
 """Hashed ids, salt files, capped ages, and the identifier screen."""
 
 import multiprocessing
+import os
 import re
 import stat
 from pathlib import Path
@@ -95,12 +96,25 @@ def test_salt_file_errors_do_not_quote_the_salt(tmp_path):
     with raises(ConfigError, "malformed") as caught:
         Deidentifier.from_file(words)
     assert "horse" not in str(caught.value)
-    with raises(ConfigError, "unreadable"):
+    with raises(ConfigError, "not_a_file"):
         Deidentifier.from_file(tmp_path)
+    os.mkfifo(tmp_path / "pipe")
+    with raises(ConfigError, "not_a_file"):
+        Deidentifier.from_file(tmp_path / "pipe")
     blocked = tmp_path / "blocked"
     blocked.symlink_to(tmp_path / "missing")
     with raises(ConfigError, "unreadable"):
         Deidentifier.from_file(blocked / "salt", create=True)
+
+
+@pytest.mark.parametrize("mode", [0o644, 0o640, 0o606])
+def test_salt_that_others_can_read_is_warned_of(tmp_path, caplog, mode):
+    path = tmp_path / "salt"
+    Deidentifier.from_file(path, create=True)
+    assert not caplog.records
+    path.chmod(mode)
+    Deidentifier.from_file(path)
+    assert f"{path} has the mode {mode:04o}" in caplog.text
 
 
 def test_default_salt_file_follows_the_environment(monkeypatch, tmp_path):

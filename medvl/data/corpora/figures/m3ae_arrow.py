@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from medvl.common.files import write_atomic
+from medvl.common.folders import private_folder
 from medvl.common.memory_limit import memory_limited
 from medvl.common.untrusted import InputFolders
 from medvl.data.corpora.common.figures import SplitRule, apply_split_rule, figure_sections
@@ -52,7 +53,7 @@ def plan(
     files = {path: found for path in sorted(root.glob("*.arrow")) if (found := _FILE.fullmatch(path.name))}
     if not files:
         raise CorpusError(f"{root} has no file NAME_train.arrow, NAME_val.arrow or NAME_test.arrow", "not_found")
-    unpacked.mkdir(parents=True, exist_ok=True, mode=0o700)
+    private_folder(unpacked)
     rows, warnings, records = RowCounts(), Counter[str](), Records()
     for path, found in files.items():
         for number, row in rows.reading(_rows(path, allowed)):
@@ -102,7 +103,7 @@ def _sample(
     key = deid.image(name)
     path = unpacked / key
     if not path.is_file() or path.stat().st_size != len(image):
-        write_atomic(path, image)
+        write_atomic(path, image, permissions=0o600)
     patient, study, report = _group(name, warnings)
     sections = _report_sections(texts, warnings) if report else _figure_sections(name, texts, warnings)
     return Sample(
