@@ -97,9 +97,8 @@ class Conversion:
             self._check_folders(out, private)  # another process may have finished since
             for split in self.planned:
                 sweep(subfolder(out, split))  # partial shards of a killed process
-            write_atomic(
-                private.plan, json.dumps(dataclasses.asdict(self), indent=1, sort_keys=True), permissions=0o600
-            )
+            content = json.dumps(dataclasses.asdict(self), indent=1, sort_keys=True)
+            write_atomic(private.plan, content, permissions=0o600)
             yield
 
     def _check_folders(self, out: Path, private: PrivateFolder) -> None:

@@ -118,7 +118,7 @@ def _warn_of_mode(path: Path) -> None:
     mode = stat.S_IMODE(path.stat().st_mode)
     if mode & 0o077:
         message = (
-            "the salt file %s has the mode %04o: other users can read it, and guess ids from their hashes; chmod 600"
+            "the salt file %s has the mode %04o: other users can guess ids from hashes with it; run chmod 600 on it"
         )
         _log.warning(message, path, mode)
 

@@ -156,7 +156,8 @@ def read_tar(
     try:
         with tar.open("rb") as stream:
             checked = _CheckedStream(stream, str(tar))
-            with tarfile.open(fileobj=checked, mode="r|") as archive:
+            source: Any = checked  # tarfile needs no more of it than `read`
+            with tarfile.open(fileobj=source, mode="r|") as archive:
                 yield from _group(archive, str(tar), fields, fields.suffixes(*others), counts)
             checked.require_end()
     except FileNotFoundError:
@@ -170,14 +171,14 @@ def read_tar(
 
 
 def _group(
-    archive: tarfile.TarFile, where: str, fields: TarFields, suffixes: set[str], counts: TarCounts
+    archive: Any, where: str, fields: TarFields, suffixes: set[str], counts: TarCounts
 ) -> Iterator[dict[str, Any]]:
     """Yield the samples of an open tar that have a member with one of the suffixes."""
     sample: dict[str, Any] = {}
     unread: list[str] = []
     seen: set[int] = set()
     for entry in archive:
-        archive.members = []  # tarfile would keep all headers
+        archive.members = []  # a tarfile.TarFile keeps all headers otherwise
         key, suffix = fields.split_name(entry.name)
         if not entry.isfile():
             continue
@@ -203,7 +204,6 @@ def _group(
         if suffix in sample:
             raise ShardError(f"{where} has two members {key}.{suffix}; repack it without one", "malformed")
         content = archive.extractfile(entry)
-        assert content is not None, "a regular file"
         sample[suffix] = content.read()
     if sample:
         _check_names(where, fields, sample, unread)

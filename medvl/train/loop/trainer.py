@@ -348,9 +348,7 @@ class Training:
         is_early = done < min(state.stream.steps_per_epoch, _MAX_EMPTY_UPDATES)
         if self._learns or (is_early and (self._first_step or not state.exhausted)):
             return
-        message = (
-            f"all losses and gradients of the first {done} updates are 0: no sample has what the model learns from"
-        )
+        message = f"losses and gradients of the first {done} updates are 0: no sample has what the model learns from"
         advice = "a pair needs an image and a text; see the counts of `medvl verify`, and the fields of the text policy"
         raise TrainingError(f"{message}; {advice}", "empty", field="data.train")
 
