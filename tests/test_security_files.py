@@ -344,7 +344,7 @@ def test_patient_data_of_readable_and_broken_files_is_never_stored_or_printed(
     with raises(BudgetError, "budget", "max_skipped") as raised:
         write_shards(plan, deid, ShardRun(out=tmp_path / "out", workers=1, max_skipped=1), OPTIONS)
     (manifest,) = write_shards(plan, deid, ShardRun(out=tmp_path / "out", workers=1, max_skipped=3), OPTIONS).values()
-    assert manifest.skipped == {"report_unreadable": 1, "truncated": 1, "unsupported": 1}
+    assert manifest.skipped == {"malformed": 1, "report_unreadable": 1, "truncated": 1}
     assert manifest.warnings["sections_naming_a_person"] >= 4
     assert ShardSource(tmp_path / "out" / "train").sample(0).sections == {"findings": "Clear lungs."}
     printed = capsys.readouterr()

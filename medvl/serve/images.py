@@ -57,7 +57,8 @@ def view(request: ImageRequest) -> dict[str, Any]:
     rows, columns = decoded.pixels.shape[:2]
     scale = min(1.0, VIEW_SIDE / max(rows, columns))
     size = (max(1, round(columns * scale)), max(1, round(rows * scale)))
-    values = _values(request, decoded)
+    shown = _resized(decoded.pixels, size)
+    values = _values(request, decoded.header, shown)
     header = decoded.header
     return {
         "height": size[1],
@@ -69,15 +70,15 @@ def view(request: ImageRequest) -> dict[str, Any]:
         "format": "image" if header is None else "DICOM",
         "burned_in": None if header is None else header.burned_in,
         "header": {} if header is None else {name: getattr(header, name) for name in _SHOWN},
-        "pixels": _base64(_resized(decoded.pixels, size)),
+        "pixels": _base64(shown),
         "window": None if values is None else _window(values, size),
     }
 
 
-def _values(request: ImageRequest, decoded: Decoded) -> LinearValues | None:
-    if decoded.header is not None:
+def _values(request: ImageRequest, header: DicomHeader | None, shown: np.ndarray) -> LinearValues | None:
+    if header is not None:
         return decode_dicom_values(BytesIO(request.data), frame=request.frame)
-    return None if decoded.pixels.ndim == 3 else LinearValues(decoded.pixels.astype(np.float32), 127.5, 255.0, False)
+    return None if shown.ndim == 3 else LinearValues(shown.astype(np.float32), 127.5, 255.0, False)
 
 
 def _window(values: LinearValues, size: tuple[int, int]) -> dict[str, Any] | None:

@@ -21,6 +21,8 @@ _MAX_JPEG_SEGMENTS = 10_000
 _JPEG_MARKER = re.compile(rb"\xff[\x01-\xcf\xd8-\xfe]")  # in compressed data, 0xFF is followed by 0x00 or a restart
 _BASELINE, _EXTENDED, _LOSSLESS, _JPEG_LS = 0xC0, 0xC1, 0xC3, 0xF7
 _FRAME_STARTS = (*range(0xC0, 0xC4), *range(0xC5, 0xC8), *range(0xC9, 0xCC), *range(0xCD, 0xD0), _JPEG_LS)
+_PROGRESSIVE = (0xC2, 0xC6, 0xCA, 0xCE)
+_FEW_MARKERS = 16
 _START_OF_SCAN, _COMMENT, _APPLICATION = 0xDA, 0xFE, range(0xE0, 0xF0)
 _COLOR_MARKS = {0xE0: (b"JFIF\0", 18), 0xEE: (b"Adobe", 16)}  # with their least length
 _WITHOUT_LENGTH = (0x00, 0x01, *range(0xD0, 0xDA))
@@ -62,22 +64,57 @@ def read_jpeg_header(frame: bytes) -> Codestream:
     raise DicomError("the JPEG in the pixel data has no frame header", "malformed")
 
 
+class JpegPlan(NamedTuple):
+    """What a JPEG takes to decode."""
+
+    precision: int
+    """Bits per sample."""
+    samples_a_pixel: float
+    """3 for colour of full resolution, 1.5 where the chroma has a quarter of the pixels."""
+    is_held: bool
+    """Whether all coefficients stay in memory until the last scan, as in progressive files and in those of several."""
+
+
+def read_jpeg_plan(data: bytes) -> JpegPlan:
+    """Read the frame header and the first scan of a JPEG. Raises DicomError when they are damaged."""
+    frame: tuple[int, bytes] | None = None
+    for marker, start, end in _segments(data):
+        if marker in _FRAME_STARTS:
+            frame = marker, data[start + 4 : end]
+        if marker != _START_OF_SCAN or frame is None:
+            continue
+        header = frame[1]
+        factors = [(factor >> 4, factor & 0xF) for factor in header[7::3]]
+        if len(header) < 9 or not factors or not all(min(pair) > 0 for pair in factors):
+            break
+        largest = max(across for across, _ in factors) * max(down for _, down in factors)
+        samples = sum(across * down for across, down in factors) / largest
+        is_held = frame[0] in _PROGRESSIVE or data[start + 4] < len(factors)
+        return JpegPlan(header[0], samples, is_held)
+    raise DicomError("the JPEG has no frame header before its first scan", "malformed")
+
+
 def excess_of_scans(data: bytes) -> str:
     """Return why a JPEG takes too long to decode, or an empty string: a dozen bytes require a pass over all pixels."""
+    return count_scans(data)[1]
+
+
+def count_scans(data: bytes) -> tuple[int, str]:
+    """Return the number of scans of a JPEG (0 where they are few), and why they are too many, or an empty string."""
     byte_N = np.frombuffer(data, np.uint8)
-    if np.count_nonzero((byte_N[:-1] == 0xFF) & (byte_N[1:] != 0)) <= MAX_JPEG_SCANS:  # all markers, as in most files
-        return ""
+    if np.count_nonzero((byte_N[:-1] == 0xFF) & (byte_N[1:] != 0)) <= _FEW_MARKERS:  # all markers, as in most files
+        return 0, ""
     offset, scans = 2, 0
     for _ in range(_MAX_JPEG_SEGMENTS):
         match = _JPEG_MARKER.search(data, offset)
         if match is None or match[0] == b"\xff\xd9":
-            return ""
+            return scans, ""
         scans += match[0] == b"\xff\xda"
         if scans > MAX_JPEG_SCANS:
-            return f"the JPEG has more than {MAX_JPEG_SCANS} scans"
+            return scans, f"the JPEG has more than {MAX_JPEG_SCANS} scans"
         length = 0 if match[0] in (b"\xff\x01", b"\xff\xd8") else int.from_bytes(data[match.end() : match.end() + 2])
         offset = match.end() + length
-    return f"the JPEG has more than {_MAX_JPEG_SEGMENTS} segments"
+    return scans, f"the JPEG has more than {_MAX_JPEG_SEGMENTS} segments"
 
 
 def strip_metadata(frame: bytes) -> bytes:

@@ -1,4 +1,6 @@
-"""JPEG and PNG decoding and encoding in bounded memory: the size in the header is checked before decoding.
+"""JPEG and PNG decoding and encoding in bounded memory: the header shows what decoding takes before it begins.
+
+Of a PNG, the decoder sees the chunks with pixels and their palette alone: no text, profile or animation.
 
 Conventions: alpha is dropped, colour is converted to grey by BT.601 luma. Samples of a 16-bit PNG are scaled to 8 bits
 by the smallest of 8, 10, 12, 14 and 16 bits that holds the largest of them, so 12-bit values as exported from DICOM are
@@ -6,30 +8,37 @@ divided by 4095. `decode_image` ignores EXIF rotation; `make_upright` applies it
 """
 
 import struct
-from io import BytesIO
+import zlib
+from collections.abc import Iterator
 
 import cv2
 import numpy as np
 import simplejpeg
-from PIL import Image
 
-from medvl.data.dicom.codestream import excess_of_scans
-from medvl.errors import ImageError
+from medvl.data.dicom.codestream import JpegPlan, count_scans, read_jpeg_plan
+from medvl.errors import DicomError, ImageError
 
 MAX_PIXELS = 1 << 26
 """Default limit: 67 megapixels, four times the largest radiograph; 200 MB when decoded to colour."""
 
-_EXIF_BYTES = 1 << 16
-_ORIENTATION = 0x0112
+_BYTES_A_PIXEL = 6
+"""Memory that decoding may take for each pixel of the limit: 400 MB in all by default. OpenCV holds an image twice."""
+_USUAL_SCANS = 16
+_MAX_CHUNKS = 1 << 17
+_MAX_SIDE = 1 << 20
+_ORIENTATION, _SHORT, _LONG = 0x0112, 3, 4
 _DEPTHS = (8, 10, 12, 14, 16)
 _JPEG_START, _PNG_START = b"\xff\xd8\xff", b"\x89PNG\r\n\x1a\n"
+_PNG_END = b"\0\0\0\0IEND\xaeB`\x82"
+_HEADER_FIELDS = ((20, 24), (16, 20), (24, 25), (25, 26))  # height, width, bits and kind of samples
+_GREY = (0, 4)  # kinds of a PNG's samples without colour
 
 
 def decode_image(data: bytes, *, color: bool = False, max_pixels: int = MAX_PIXELS) -> np.ndarray:
     """Decode a JPEG or PNG of any colour mode and depth to uint8 (H, W), or with `color` to RGB (H, W, 3).
 
-    Raises ImageError with the code "empty", "unknown_format", "too_large" (more than `max_pixels`, or
-    64 scans), "truncated", "malformed" or "unsupported".
+    Raises ImageError with the code "empty", "unknown_format", "too_large" (more than `max_pixels`, or than 6 bytes of
+    memory for each of these: 16-bit colour may have half as many pixels), "truncated", "malformed" or "unsupported".
     """
     if not data:
         raise ImageError("the image file is empty", "empty")
@@ -44,20 +53,47 @@ def decode_image(data: bytes, *, color: bool = False, max_pixels: int = MAX_PIXE
 
 def exif_orientation(data: bytes) -> int:
     """Return the EXIF orientation of a JPEG or PNG file, 1 (upright) to 8; 1 where there is none or it is damaged."""
-    head = data[:_EXIF_BYTES]
-    marker = b"eXIf" if head.startswith(_PNG_START) else b"Exif\0\0"
-    _, found, tiff = head.partition(marker)
-    if not found:
+    if data.startswith(_PNG_START):
+        bodies = (data[start:end] for kind, start, end in _png_chunks(data) if kind == b"eXIf")
+    else:
+        bodies = (data[start + 6 : end] for start, end in _exif_segments(data))
+    try:
+        return tiff_orientation(next(bodies, b""))
+    except ImageError:  # too many chunks
         return 1
+
+
+def tiff_orientation(tiff: bytes) -> int:
+    """Return the orientation in EXIF data, which begin with the byte order; 1 where there is none."""
     order = ">" if tiff.startswith(b"MM") else "<"
     try:
         (offset,) = struct.unpack_from(f"{order}I", tiff, 4)
         (count,) = struct.unpack_from(f"{order}H", tiff, offset)
-        entries = (struct.unpack_from(f"{order}HHIH", tiff, offset + 2 + 12 * entry) for entry in range(count))
-        orientation = next((value for tag, _, _, value in entries if tag == _ORIENTATION), 1)
+        for entry in range(count):
+            tag, kind, _ = struct.unpack_from(f"{order}HHI", tiff, offset + 2 + 12 * entry)
+            if tag == _ORIENTATION and kind in (_SHORT, _LONG):
+                letter = "H" if kind == _SHORT else "I"
+                (value,) = struct.unpack_from(f"{order}{letter}", tiff, offset + 10 + 12 * entry)
+                return int(value) if 1 <= value <= 8 else 1
     except struct.error:
         return 1
-    return orientation if 1 <= orientation <= 8 else 1
+    return 1
+
+
+def _exif_segments(data: bytes) -> Iterator[tuple[int, int]]:
+    """Yield the (start, end) of the EXIF segments of a JPEG, before its pixels."""
+    offset = 2
+    while data[offset : offset + 1] == b"\xff" and offset + 4 <= len(data):
+        marker = data[offset + 1]
+        if marker == 0xFF:  # a fill byte
+            offset += 1
+            continue
+        if marker == 0xDA:
+            return
+        end = offset + 2 + max(2, int.from_bytes(data[offset + 2 : offset + 4], "big"))
+        if marker == 0xE1 and data[offset + 4 : offset + 10] == b"Exif\0\0":
+            yield offset + 4, end
+        offset = end
 
 
 def make_upright(image: np.ndarray, orientation: int) -> np.ndarray:
@@ -119,10 +155,20 @@ def encode_stored(image: np.ndarray, short_side: int, image_format: str, quality
 
 
 def _check_size(height: int, width: int, max_pixels: int) -> None:
-    if height * width > max_pixels:
-        raise ImageError(f"the image has {height} x {width} pixels, over the limit of {max_pixels}", "too_large")
     if height * width == 0:
         raise ImageError(f"the image is empty: {height} x {width} pixels", "malformed")
+    if height * width > max_pixels or max(height, width) > _MAX_SIDE:
+        limit = f"the limit of {max_pixels} pixels or of {_MAX_SIDE} a side"
+        raise ImageError(f"the image has {height} x {width} pixels, over {limit}; make it smaller", "too_large")
+
+
+def _check_memory(height: int, width: int, bytes_a_pixel: float, max_pixels: int) -> None:
+    """Raise ImageError if decoding takes more memory than the limit of pixels stands for."""
+    limit = _BYTES_A_PIXEL * max_pixels
+    size = int(height * width * bytes_a_pixel)
+    if size > limit:
+        what = f"the image of {height} x {width} pixels takes {size} bytes to decode, over the limit of {limit}"
+        raise ImageError(f"{what}; make it smaller, or save it with 8 bits a sample", "too_large")
 
 
 def _damaged(codec: str, truncated: bool) -> ImageError:
@@ -132,13 +178,23 @@ def _damaged(codec: str, truncated: bool) -> ImageError:
 
 
 def _decode_jpeg(data: bytes, color: bool, max_pixels: int) -> np.ndarray:
+    plan = _plan_jpeg(data)
+    if plan is not None and plan.precision != 8:
+        message = f"the JPEG has {plan.precision} bits a sample, expected 8; save it as a PNG"
+        raise ImageError(message, "unsupported")
     try:
-        height, width, _, _ = simplejpeg.decode_jpeg_header(data)
+        height, width, space, _ = simplejpeg.decode_jpeg_header(data)
     except ValueError:
-        raise ImageError("the JPEG header is damaged, or not 8-bit", "malformed") from None
+        raise ImageError("the JPEG header is damaged", "malformed") from None
     _check_size(height, width, max_pixels)
-    if excess := excess_of_scans(data):
+    working = (3.0 if color else 1.0) + (4.0 if space in ("CMYK", "YCCK") else 0.0)
+    held = 8.0 if plan is None else 2 * plan.samples_a_pixel if plan.is_held else 0.0
+    _check_memory(height, width, working + held, max_pixels)
+    scans, excess = count_scans(data)
+    if excess:
         raise ImageError(excess, "too_large")
+    if scans > _USUAL_SCANS and scans * height * width > _USUAL_SCANS * max_pixels:
+        raise ImageError(f"the JPEG has {scans} passes over {height} x {width} pixels; save it again", "too_large")
     try:
         image_HWC = simplejpeg.decode_jpeg(data, colorspace="RGB" if color else "GRAY", fastdct=False)
     except ValueError as error:  # libjpeg by default fills in grey
@@ -147,28 +203,78 @@ def _decode_jpeg(data: bytes, color: bool, max_pixels: int) -> np.ndarray:
     return image_HWC if color else image_HWC[:, :, 0]
 
 
-def _decode_png(data: bytes, color: bool, max_pixels: int) -> np.ndarray:
-    if len(data) < 33:
-        raise ImageError("the PNG is truncated within its header", "truncated")
-    width, height = struct.unpack(">II", data[16:24])
-    _check_size(height, width, max_pixels)
+def _plan_jpeg(data: bytes) -> JpegPlan | None:
+    """Return what a JPEG takes to decode; None where its header is damaged, which libjpeg may tolerate."""
     try:
-        with Image.open(BytesIO(data), formats=("PNG",)) as image:
-            image.load()
-    except Image.DecompressionBombError:
-        raise ImageError(f"the image has {height} x {width} pixels, over Pillow's own limit", "too_large") from None
-    except (OSError, EOFError, SyntaxError, ValueError, struct.error) as error:
-        truncated = "truncated" in str(error).lower()
-        raise _damaged("PNG", truncated) from None
-    if image.mode.startswith("I"):  # 16-bit grey; Pillow's convert would clip it at 255
-        grey_HW = to_8_bits(np.asarray(image))
-        return cv2.cvtColor(grey_HW, cv2.COLOR_GRAY2RGB) if color else grey_HW
-    if data[24] == 16:  # 16-bit colour, of which Pillow keeps the upper 8 bits
-        samples_HWC = cv2.imdecode(np.frombuffer(data, np.uint8), cv2.IMREAD_UNCHANGED)
-        if samples_HWC is not None and samples_HWC.dtype == np.uint16 and _depth(samples_HWC[:, :, :3]) < 16:
-            rgb_HWC = cv2.cvtColor(to_8_bits(samples_HWC[:, :, :3]), cv2.COLOR_BGR2RGB)
-            return rgb_HWC if color else np.array(Image.fromarray(rgb_HWC).convert("L"))
-    return np.array(image.convert("RGB" if color else "L"))
+        return read_jpeg_plan(data)
+    except DicomError:
+        return None
+
+
+def _decode_png(data: bytes, color: bool, max_pixels: int) -> np.ndarray:
+    pixel_file = _pixel_chunks(data)
+    height, width, bits, kind = (int.from_bytes(data[start:end]) for start, end in _HEADER_FIELDS)
+    is_grey = kind in _GREY
+    _check_size(height, width, max_pixels)
+    _check_memory(height, width, 2 * (1 if is_grey else 3) * (2 if bits == 16 else 1), max_pixels)
+    flags = (cv2.IMREAD_GRAYSCALE if is_grey else cv2.IMREAD_COLOR_RGB) | cv2.IMREAD_ANYDEPTH
+    try:
+        samples = cv2.imdecode(np.frombuffer(pixel_file, np.uint8), flags | cv2.IMREAD_IGNORE_ORIENTATION)
+    except cv2.error:
+        samples = None
+    if samples is None:
+        raise _damaged("PNG", truncated=False)
+    pixels = to_8_bits(samples) if samples.dtype == np.uint16 else samples
+    if is_grey:
+        return cv2.cvtColor(pixels, cv2.COLOR_GRAY2RGB) if color else pixels
+    return pixels if color else _luma(pixels)
+
+
+def _pixel_chunks(data: bytes) -> bytes:
+    """Return a PNG with the chunks of its pixels and palette alone. Raises ImageError if one is damaged or cut off."""
+    pieces: list[bytes | memoryview] = [_PNG_START]
+    view = memoryview(data)
+    has_pixels = False
+    for kind, start, end in _png_chunks(data):
+        if kind not in (b"IHDR", b"PLTE", b"IDAT"):
+            continue
+        if end + 4 > len(data):
+            raise _damaged("PNG", truncated=True)
+        if zlib.crc32(view[start - 4 : end]) != int.from_bytes(data[end : end + 4]):
+            raise _damaged("PNG", truncated=False)
+        has_pixels |= kind == b"IDAT"
+        pieces.append(view[start - 8 : end + 4])
+    if data[12:16] != b"IHDR" or data[8:12] != b"\0\0\0\r":
+        raise _damaged("PNG", truncated=len(data) < 33)
+    if not has_pixels:
+        raise _damaged("PNG", truncated=True)
+    pieces.append(_PNG_END)
+    return data if sum(map(len, pieces)) == len(data) else b"".join(pieces)
+
+
+def _png_chunks(data: bytes) -> Iterator[tuple[bytes, int, int]]:
+    """Yield (type, start, end) of the bodies of a PNG's chunks. Raises ImageError if there are too many."""
+    offset = len(_PNG_START)
+    for _ in range(_MAX_CHUNKS):
+        head = data[offset : offset + 8]
+        if len(head) < 8 or head[4:] == b"IEND":
+            return
+        start = offset + 8
+        end = start + int.from_bytes(head[:4])
+        yield head[4:], start, end
+        offset = end + 4
+    raise ImageError(f"the PNG has more than {_MAX_CHUNKS} chunks; save it again", "too_large")
+
+
+def _luma(image_HWC: np.ndarray) -> np.ndarray:
+    """Return BT.601 luma with the rounding of Pillow, of a few rows at a time."""
+    height, width, _ = image_HWC.shape
+    luma_HW = np.empty((height, width), np.uint8)
+    rows = max(1, (1 << 20) // width)
+    for row in range(0, height, rows):
+        red, green, blue = np.moveaxis(image_HWC[row : row + rows].astype(np.uint32), -1, 0)
+        luma_HW[row : row + rows] = (red * 19595 + green * 38470 + blue * 7471 + 0x8000) >> 16
+    return luma_HW
 
 
 def _depth(samples: np.ndarray) -> int:
@@ -179,4 +285,6 @@ def _depth(samples: np.ndarray) -> int:
 
 def to_8_bits(samples: np.ndarray) -> np.ndarray:
     """Scale 16-bit samples to uint8 by their depth."""
-    return (samples.astype(np.float32) / (((1 << _depth(samples)) - 1) / 255)).round().astype(np.uint8)
+    scale = ((1 << _depth(samples)) - 1) / 255
+    table = (np.arange(1 << 16, dtype=np.float32) / np.float32(scale)).round().clip(0, 255).astype(np.uint8)
+    return cv2.LUT(np.ascontiguousarray(samples, np.uint16), table)

@@ -12,7 +12,7 @@ from PIL import Image
 from torch import Tensor
 
 from medvl.data.dicom.reader import DicomImage
-from medvl.data.images.codecs import exif_orientation, make_upright, to_8_bits
+from medvl.data.images.codecs import make_upright, tiff_orientation, to_8_bits
 from medvl.data.images.read import check_sides, decode_file, read_pixels
 from medvl.errors import DicomError, ImageError
 
@@ -83,7 +83,7 @@ def _to_grey(pixels_HWC: np.ndarray, *, always: bool) -> np.ndarray:
 
 
 def _from_pil(image: Image.Image, color: bool) -> np.ndarray:
-    orientation = exif_orientation(b"Exif\0\0" + image.getexif().tobytes().removeprefix(b"Exif\0\0"))
+    orientation = tiff_orientation(image.getexif().tobytes().removeprefix(b"Exif\0\0"))
     if image.mode.startswith("I") or image.mode == "F":
         pixels = _from_array(np.asarray(image))
     else:

@@ -7,17 +7,22 @@ mended.
 import csv
 import dataclasses
 import json
+import subprocess
+import sys
 import tarfile
 from pathlib import Path
 
 import numpy as np
 import odd_dicom
+import odd_images
 import odd_tars
 import pytest
+from helpers.errors import raises
 
 from medvl.cli import main as cli
-from medvl.data import decode_image
+from medvl.data import decode_image, read_image
 from medvl.data.shards.format import Manifest, split_folders
+from medvl.errors import ImageError
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,3 +123,46 @@ def test_links_in_tars_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture
     done = convert_tar(capsys, odd_tars.links(tmp_path / "a.tar"))
     assert done.status != 0
     assert "--hard-dereference" in done.err
+
+
+@pytest.mark.parametrize("case", odd_images.png_cases() + odd_images.jpeg_cases(), ids=lambda case: case.name)
+def test_images_of_other_programs_are_read_as_viewers_show_them(case: odd_images.Case) -> None:
+    for color in (False, True):
+        pixels = read_image(case.data, color=color)
+        grey = case.pixels if not color else case.pixels[:, :, None]
+        assert pixels.shape[:2] == case.pixels.shape
+        assert np.abs(pixels.astype(int) - grey).max() <= 3
+
+
+@pytest.mark.parametrize("case", odd_images.refused_cases(), ids=lambda case: case.name)
+def test_images_that_are_damaged_or_too_large_are_refused(case: odd_images.Case, tmp_path: Path) -> None:
+    (tmp_path / "image.png").write_bytes(case.data)
+    with raises(ImageError, case.code, names="image.png"):
+        read_image(tmp_path / "image.png")
+
+
+DECODE = """
+import resource, sys, time
+from pathlib import Path
+from medvl.data import decode_image
+
+for path in sys.argv[1:]:
+    start = time.process_time()
+    decode_image(Path(path).read_bytes(), color=True)
+    print(round(time.process_time() - start, 2), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the unit of the peak memory differs")
+def test_the_largest_images_take_less_than_512_mb(tmp_path: Path) -> None:
+    cases = odd_images.large_cases()
+    for number, case in enumerate(cases):
+        (tmp_path / f"{number}.png").write_bytes(case.data)
+    paths = [str(tmp_path / f"{number}.png") for number in range(len(cases))]
+    run = subprocess.run(
+        [sys.executable, "-c", DECODE, *paths], capture_output=True, text=True, timeout=300, check=True
+    )
+    for case, line in zip(cases, run.stdout.splitlines(), strict=True):
+        seconds, peak = map(float, line.split())
+        assert peak < 512, case.name
+        assert seconds < 4, case.name
