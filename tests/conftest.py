@@ -18,6 +18,7 @@ import cv2
 import fsspec
 import pytest
 import torch
+from helpers.learning import SEEDS, shift_seeds
 from helpers.mimic_files import IMAGES, LABELS, REPORTS, textured, write_csv_gz
 from helpers.object_store import Bucket, Proxy, proxied
 
@@ -27,7 +28,7 @@ from medvl.data.privacy.deidentify import (
 from medvl.data.storage import store
 from medvl.schema import FINDINGS
 
-torch.set_num_threads(1)
+torch.set_num_threads(int(os.environ.get("MEDVL_TEST_THREADS", "1")))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -41,6 +42,19 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.skip(reason="needs a GPU: torch.cuda.is_available() is False"))
     slow = {item.path for item in items if item.get_closest_marker("slow")}
     items.sort(key=lambda item: item.path not in slow)
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Run tests that train with several seeds where MEDVL_TEST_SEEDS asks for it (helpers/learning.py)."""
+    if SEEDS > 1 and any(mark.name == "training" for mark in metafunc.definition.iter_markers()):
+        metafunc.fixturenames.insert(0, "seed_shift")
+        metafunc.parametrize("seed_shift", [1000 * seed for seed in range(SEEDS)], indirect=True)
+
+
+@pytest.fixture
+def seed_shift(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other seeds than those that the test names."""
+    shift_seeds(monkeypatch, request.param)
 
 
 def pytest_collection_finish() -> None:

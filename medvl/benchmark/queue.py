@@ -17,7 +17,7 @@ from medvl.benchmark.run import Run
 from medvl.benchmark.settings import find_references
 from medvl.benchmark.store import COST, FAILURE, Store
 from medvl.common.files import open_own, write_atomic
-from medvl.common.interrupts import interrupts_blocked, sigterm_interrupts
+from medvl.common.interrupts import interrupts_blocked, sigterm_deferred, sigterm_interrupts
 from medvl.errors import ConfigError
 
 Report = Callable[[str], Any]
@@ -65,7 +65,8 @@ def execute_locally(
                 if store.state(run) == "to do":
                     report(f"{total - len(waiting)}/{total} {run.title}")
                     place = free.pop()
-                    running[_start(run, store, place, threads)] = run, place
+                    with interrupts_blocked(), sigterm_deferred():  # a process that has started will be stopped
+                        running[_start(run, store, place, threads)] = run, place
             waiting = _without_failed(waiting, store, report)
             if not running and not any(_is_ready(run, store) for run in waiting):
                 break  # they need runs that another process executes, or that were stopped
@@ -124,16 +125,17 @@ def _start(run: Run, store: Store, gpu: str, threads: int | None) -> "subprocess
         environment["CUDA_VISIBLE_DEVICES"] = gpu
     if threads is not None:
         environment[THREADS] = environment["OMP_NUM_THREADS"] = str(threads)  # the latter for commands
-    # Ctrl-C in a terminal reaches this process alone, which stops the others: a second signal would end them at once.
-    with interrupts_blocked(), open_own(store.folder(run) / "log.txt") as log:
+    # SIGINT is blocked: Ctrl-C in a terminal reaches the process above alone, which stops the others. A second signal
+    # would end them at once.
+    with open_own(store.folder(run) / "log.txt") as log:
         return subprocess.Popen(
             run_command_line(store.folder(run)), stdout=log, stderr=subprocess.STDOUT, env=environment
         )
 
 
 def _record_end(run: Run, store: Store, status: int) -> None:
-    """Record the failure of a process that could not record it itself."""
-    if status not in (0, IN_USE) and store.state(run) == "to do":
+    """Record the failure of a process that could not record it itself; one that was told to stop has not failed."""
+    if status not in (0, IN_USE, -signal.SIGTERM, -signal.SIGINT) and store.state(run) == "to do":
         log = (store.folder(run) / "log.txt").read_text(encoding="utf-8", errors="replace").strip().splitlines()
         last = (log or [""])[-1].removeprefix("medvl: ")
         killed = f"killed by {signal.Signals(-status).name}" if status < 0 else ""

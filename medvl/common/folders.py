@@ -201,9 +201,13 @@ class RunLock:
                 raise self._error(message, "unreadable", field=self._field) from error
             raise self._in_use(owner) from None
         _locked_here.add(self._path)
-        self._file.truncate(0)
-        self._file.write(f"process {os.getpid()} on {socket.gethostname()}\n".encode())
-        self._file.flush()
+        try:
+            self._file.truncate(0)
+            self._file.write(f"process {os.getpid()} on {socket.gethostname()}\n".encode())
+            self._file.flush()
+        except BaseException:  # a full disk, or Ctrl-C: the folder stays free
+            self.__exit__(None, None, None)
+            raise
         return self
 
     def __exit__(

@@ -7,8 +7,11 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
-from medvl.common.interrupts import sigterm_interrupts
+import pytest
+
+from medvl.common.interrupts import sigterm_deferred, sigterm_interrupts
 
 PROGRAM = """
 import subprocess, sys
@@ -60,3 +63,36 @@ def test_the_handler_is_that_of_before_and_other_threads_change_none() -> None:
     thread.join()
     assert seen == [KeyboardInterrupt, before]
     assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_a_deferred_sigterm_comes_after_the_block() -> None:
+    seen = []
+    with sigterm_interrupts():
+        try:
+            with sigterm_deferred():
+                os.kill(os.getpid(), signal.SIGTERM)
+                time.sleep(0.01)
+                seen.append("block")
+            time.sleep(1)
+        except KeyboardInterrupt:
+            seen.append("interrupt")
+    assert seen == ["block", "interrupt"]
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
+def test_a_process_that_is_started_with_blocked_signals_gets_them_later(method: Any) -> None:
+    """The start of Python's resource tracker, which others than a fork need, unblocks both signals."""
+    program = PROGRAM_BLOCKED.format(method=method)
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+
+
+PROGRAM_BLOCKED = """
+import multiprocessing, signal
+multiprocessing.set_start_method("{method}")
+from medvl.common.interrupts import signals_blocked
+with signals_blocked():
+    multiprocessing.Queue()  # has locks, which start the resource tracker
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    assert blocked >= {{signal.SIGTERM, signal.SIGINT}}, blocked
+assert not signal.pthread_sigmask(signal.SIG_BLOCK, ())
+"""

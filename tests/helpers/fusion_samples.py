@@ -118,13 +118,13 @@ def knowledge_folder() -> str:
     return folder.name
 
 
-def shaken(model: Any) -> Any:
+def shaken(model: Any, scale: float = 0.4) -> Any:
     """Return the model with random weights far from their initial values, so that outputs depend on inputs."""
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim > 1:
-                parameter += 0.4 * torch.randn(parameter.shape, generator=generator)
+                parameter += scale * torch.randn(parameter.shape, generator=generator)
     return model
 
 

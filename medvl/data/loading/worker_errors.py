@@ -4,6 +4,7 @@ import contextlib
 from collections.abc import Callable, Iterable, Iterator
 from typing import Generic, TypeVar
 
+from medvl.common.interrupts import signals_blocked
 from medvl.errors import LoaderError, ShardError, StorageError
 
 T = TypeVar("T")
@@ -31,7 +32,8 @@ def with_worker_errors(batches: Iterable[T | ShardError | StorageError]) -> Iter
     or StorageError where a worker returned it in place of a batch. Hung workers are killed: otherwise Python waits for
     them at exit.
     """
-    iterator = iter(batches)
+    with signals_blocked():  # by workers too, until they have set what they do with them (worker_setup.py)
+        iterator = iter(batches)
     while True:
         try:
             batch = next(iterator)

@@ -6,6 +6,8 @@ import threading
 from types import FrameType, TracebackType
 from typing import Self
 
+_STOPS = (signal.SIGTERM, signal.SIGINT)
+
 
 class StopSignals:
     """Context manager that records the first SIGTERM or SIGINT; the second one ends the process at once.
@@ -21,8 +23,12 @@ class StopSignals:
 
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGTERM, signal.SIGINT):
-                self._before[number] = signal.signal(number, self._handle)
+            before = signal.pthread_sigmask(signal.SIG_BLOCK, _STOPS)  # both handlers, or an interrupt between them
+            try:
+                for number in _STOPS:
+                    self._before[number] = signal.signal(number, self._handle)
+            finally:
+                signal.pthread_sigmask(signal.SIG_SETMASK, before)
         return self
 
     def __exit__(

@@ -1,6 +1,7 @@
 """Logging of a run: `metrics.jsonl`, TensorBoard, Weights & Biases, a progress bar or log lines."""
 
 import contextlib
+import importlib
 import json
 import logging
 import math
@@ -18,6 +19,10 @@ from medvl.errors import ConfigError
 from medvl.train.config import TrainConfig
 
 _log = logging.getLogger(__name__)
+
+_REPORTED = ("albumentations", "huggingface_hub", "joblib", "orjson", "sklearn", "timm", "torchvision", "transformers")
+"""Libraries that workers of a loader may import, and whose first import Weights & Biases reports once a run has begun,
+which ends a forked process with an error. They are imported before."""
 
 
 class RunLogger:
@@ -203,6 +208,9 @@ def _start_wandb(project: str, run_dir: Path, settings: Mapping[str, Any]) -> An
         raise ConfigError(
             "wandb is set, but not installed; pip install 'medvl[wandb]'", "missing", field="wandb"
         ) from None
+    for name in _REPORTED:
+        with contextlib.suppress(ModuleNotFoundError):
+            importlib.import_module(name)
     id_file = run_dir / "wandb-id"
     if not id_file.exists():
         write_atomic(id_file, uuid.uuid4().hex)

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers.errors import raises
+from helpers.learning import share_of
 
 from medvl.cli.main import main
 from medvl.data import (
@@ -161,8 +162,9 @@ def ring(entities: int = 40) -> KnowledgeGraph:
     )  # fmt: skip
 
 
+@pytest.mark.training
 def test_transe_predicts_held_out_links_and_the_seed_determines_it() -> None:
-    config = TransEConfig(dim=48, epochs=25, batches=4, valid_share=0.1)
+    config = TransEConfig(dim=48, epochs=share_of(60), batches=4, valid_share=0.1)
     losses: list[float] = []
     _, links = train_transe(ring(), config, report=lambda _, loss: losses.append(loss))
     assert losses[-1] < losses[0] / 2

@@ -4,6 +4,7 @@ import json
 import multiprocessing
 import os
 import signal
+import subprocess
 import tarfile
 import time
 from collections import Counter
@@ -14,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from helpers import workers
 from helpers.errors import raises
 from helpers.shard_plans import OPTIONS, make_plan
 
@@ -119,6 +121,52 @@ def test_workers_end_at_the_sigterm_of_their_parent_alone() -> None:
     keys = [key for batch in loader for key in batch.keys]
     assert keys == [f"k{number}" for number in range(12)]
     [worker] = multiprocessing.active_children()  # the same in each epoch
+    worker.terminate()
+    worker.join(30)
+    assert worker.exitcode == 0
+
+
+_ARMED: list[signal.Signals] = []
+
+
+def _signal_in_child() -> None:
+    """Send the signals that are armed to a child process at its first moment, before any line of its own."""
+    for number in _ARMED:
+        os.kill(os.getpid(), number)
+
+
+os.register_at_fork(after_in_child=_signal_in_child)
+
+
+@pytest.mark.fault("F4")
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_during_the_start_of_a_worker_does_not_end_it(number: signal.Signals) -> None:
+    loader = open_loader(FaultySource(lambda: None), batch=2, train=False, workers=2, **SETTINGS)
+    _ARMED.append(number)
+    try:
+        keys = [key for batch in loader for key in batch.keys]
+    finally:
+        _ARMED.clear()
+    assert keys == [f"k{position}" for position in range(12)]
+    assert not signal.pthread_sigmask(signal.SIG_BLOCK, ()) & {signal.SIGTERM, signal.SIGINT}
+    for worker in multiprocessing.active_children():
+        worker.terminate()
+        worker.join(30)
+        assert worker.exitcode == 0
+
+
+@pytest.mark.fault("F4")
+@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
+def test_workers_know_their_parent_however_they_are_started(method: Any) -> None:
+    """Between a fork server's child and this process, the server is the parent."""
+    context: Any = multiprocessing.get_context(method)
+    ready = context.Event()
+    worker = context.Process(target=workers.wait, args=(ready,))
+    worker.start()
+    assert ready.wait(60)
+    subprocess.run(["kill", "-TERM", str(worker.pid)], check=True)  # from another process
+    worker.join(0.3)
+    assert worker.is_alive()
     worker.terminate()
     worker.join(30)
     assert worker.exitcode == 0

@@ -222,6 +222,7 @@ def tokenizer_of(encoder: EvaluatedEncoder) -> Tokenizer:
     return encoder.tokenizer(32)
 
 
+@pytest.mark.training
 def test_fine_tuning_learns_and_repeats_itself(encoder: EvaluatedEncoder) -> None:
     task = TASKS["bc5-chem"]
     train, test = (encode_task(task, sentences(*sizes), tokenizer_of(encoder)) for sizes in ((64, 0), (32, 1)))

@@ -11,6 +11,7 @@ from helpers.contrastive_systems import gloria, make_batch, mgca, radzero, umrl
 from helpers.errors import raises
 from helpers.eval_fakes import make_source
 from helpers.label_shards import NAMES, make_shards
+from helpers.learning import fit
 from sklearn import metrics as reference
 
 import medvl
@@ -54,17 +55,13 @@ def batch_of(count: int = 4) -> Batch:
 # The model
 
 
+@pytest.mark.training
 def test_loss_starts_at_ln_2_and_decreases() -> None:
     model = classifier(head_lr_mult=5.0)
     loss = model(batch_of()).total
     assert loss.item() == pytest.approx(np.log(2))
     optimizer = torch.optim.AdamW(model.parameter_groups(lr=1e-3, weight_decay=0.01))
-    for _ in range(5):
-        optimizer.zero_grad()
-        loss = model(batch_of()).total
-        loss.backward()
-        optimizer.step()
-    assert loss.item() < 0.6
+    assert fit(model, batch_of(), optimizer, 5)[-1]["total"] < 0.6
 
 
 def test_uncertain_labels_are_not_learned() -> None:

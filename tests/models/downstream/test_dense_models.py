@@ -10,6 +10,7 @@ import pytest
 import torch
 from helpers.contrastive_systems import gloria
 from helpers.errors import raises
+from helpers.learning import fit
 from torch import Tensor
 
 import medvl
@@ -239,6 +240,7 @@ def _iou(a: Tensor, b: Tensor) -> Tensor:
     return shared / ((a[2:] - a[:2]).prod() + (b[2:] - b[:2]).prod() - shared)
 
 
+@pytest.mark.training
 @pytest.mark.parametrize("encoder", ["resnet_tiny", "timm:vit_tiny_patch16_224"])
 @pytest.mark.parametrize("make", [detector, segmenter])
 def test_decoder_learns_on_a_frozen_encoder(make: Any, encoder: str) -> None:
@@ -250,15 +252,9 @@ def test_decoder_learns_on_a_frozen_encoder(make: Any, encoder: str) -> None:
     before = {name: tensor.clone() for name, tensor in model.image_encoder.state_dict().items()}
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.Adam(trained, lr=1e-2)
-    values = []
-    for _ in range(30):
-        losses = model(batch.to("cpu"))
-        optimizer.zero_grad()
-        losses.total.backward()
-        assert all(parameter.grad is not None for parameter in trained)
-        optimizer.step()
-        values.append(losses.total.item())
-    assert values[-1] < 0.7 * values[0]
+    seen = fit(model, batch.to("cpu"), optimizer, 30)
+    assert all(parameter.grad is not None for parameter in trained)
+    assert seen[-1]["total"] < 0.7 * seen[0]["total"]
     assert not model.image_encoder.training
     for name, tensor in model.image_encoder.state_dict().items():
         torch.testing.assert_close(tensor, before[name], rtol=0, atol=0)  # including batch-norm statistics

@@ -8,6 +8,7 @@ import pytest
 import torch
 from helpers.errors import raises
 from helpers.fusion_samples import TEXTS, TINY, make_batch, shaken, tiny_model
+from helpers.learning import fit
 from torch import Tensor
 
 from medvl.data.tokenizer.tokenizer import Tokenizer, train_wordpiece
@@ -266,6 +267,7 @@ def test_beams_share_the_question_cache(tokenizer: Tokenizer) -> None:
     assert predictions.answers != greedy.answers
 
 
+@pytest.mark.training
 def test_written_answer_is_mapped_to_the_vocabulary(tokenizer: Tokenizer) -> None:
     """Decoding does not restore the text: `3.4 cm` becomes `3. 4 cm`, which would count as wrong."""
     words = train_wordpiece([*TEXTS, "3.4 cm", "yes"], vocab_size=200, min_frequency=1)
@@ -274,10 +276,7 @@ def test_written_answer_is_mapped_to_the_vocabulary(tokenizer: Tokenizer) -> Non
     assert words.decode(head.ids_VT[1]) != "3.4 cm"
     batch = make_batch(words, 2, labels_BL=torch.tensor([[0.0, 1.0]]).repeat(2, 1))
     optimizer = torch.optim.Adam([p for p in model.parameters() if p.requires_grad], 3e-3)
-    for _ in range(25):
-        optimizer.zero_grad()
-        model(batch).total.backward()
-        optimizer.step()
+    fit(model, batch, optimizer, 25)
     assert model.eval().predict(batch).answers == ["3.4 cm"] * 2
 
 

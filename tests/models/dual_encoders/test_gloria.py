@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from helpers import gloria_ranks
 from helpers.errors import raises
 from helpers.gloria_ranks import RAGGED, TEXTS, make_batch, tiny_model, tiny_tokenizer
+from helpers.learning import fit
 from helpers.two_ranks import run_two_ranks
 from torch import Tensor
 
@@ -192,17 +193,12 @@ def test_regions_and_words_are_not_rounded_under_autocast(tokenizer: Tokenizer) 
     torch.testing.assert_close(words_NWE, model.word_head(words_BWD), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.training
 def test_the_loss_falls_on_one_batch(model: GLoRIA) -> None:
     model.train()
     batch = make_batch(model.tokenizer)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    seen = []
-    for _ in range(12):
-        actual = model(batch)
-        optimizer.zero_grad()
-        actual.total.backward()
-        optimizer.step()
-        seen.append({name: term.item() for name, term in actual.terms.items()})
+    seen = fit(model, batch, optimizer, 12)
     assert seen[-1]["local"] < 0.7 * seen[0]["local"]
     assert seen[-1]["global"] < 0.8 * seen[0]["global"]
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 from helpers.errors import raises
 from helpers.fusion_samples import TEXTS, make_batch, shaken, tiny_model, tiny_tokenizer
+from helpers.learning import fit
 from torch import Tensor
 
 import medvl
@@ -196,6 +197,7 @@ def shades(tokenizer: Tokenizer) -> Batch:
     return dataclasses.replace(batch, image_BCHW=image_BCHW)
 
 
+@pytest.mark.training
 def test_report_objective_learns_texts_and_their_end(tokenizer: Tokenizer) -> None:
     """Complete reports from pixels only, after a few hundred steps."""
     model = tiny_model(
@@ -207,10 +209,7 @@ def test_report_objective_learns_texts_and_their_end(tokenizer: Tokenizer) -> No
     batch = shades(tokenizer)
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=3e-3)
     torch.manual_seed(0)
-    for _ in range(300):
-        optimizer.zero_grad()
-        model(batch).total.backward()
-        optimizer.step()
+    fit(model, batch, optimizer, 300)
     model.eval()
     for decoding in (Decoding(), Decoding(beams=3)):
         generated = model.generate(batch.image_BCHW, decoding=decoding)

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from helpers import gloria_ranks
 from helpers.errors import raises
+from helpers.learning import fit
 from helpers.text_shards import text_vocabulary
 
 from medvl.common.seeding import seeded
@@ -123,6 +124,7 @@ def test_loss_is_info_nce_with_all_facts_of_a_concept_as_positives(tokenizer: To
         model(batch)
 
 
+@pytest.mark.training
 def test_names_are_found_from_facts_after_training(tokenizer: Tokenizer, graph: KnowledgeGraph) -> None:
     """Without dropout, so that nothing is random."""
     dropout = {"hidden_dropout_prob": 0, "attention_probs_dropout_prob": 0}
@@ -131,10 +133,7 @@ def test_names_are_found_from_facts_after_training(tokenizer: Tokenizer, graph: 
     batch = batch_of(model, facts, 12)
     start = ConceptScore([batch])(model.eval())
     optimizer = torch.optim.AdamW(model.train().parameters(), lr=3e-4)
-    for _ in range(40):
-        optimizer.zero_grad()
-        model(batch).total.backward()
-        optimizer.step()
+    fit(model, batch, optimizer, 40)
     found = ConceptScore([batch])(model.eval())
     assert found["concepts/mrr"] > start["concepts/mrr"] + 0.2
 

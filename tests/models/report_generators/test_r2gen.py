@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from helpers.errors import raises
 from helpers.fusion_samples import TEXTS, flags, make_batch, shaken, tiny_model, tiny_tokenizer
+from helpers.learning import fit
 from torch import Tensor
 
 import medvl
@@ -250,6 +251,7 @@ def test_every_parameter_learns_and_the_first_loss_is_that_of_chance(tokenizer: 
     assert all(parameter.grad is not None and not parameter.grad.any() for parameter in model.parameters())
 
 
+@pytest.mark.training
 def test_reports_are_learned_from_pixels(tokenizer: Tokenizer, tmp_path: Path) -> None:
     settings = {"layers": 1, "width": 32, "dropout": 0.0, "cell_dropout": 0.0}
     model = generator(tokenizer, image_encoder="resnet_tiny", image_arguments={}, **settings).train()
@@ -259,10 +261,7 @@ def test_reports_are_learned_from_pixels(tokenizer: Tokenizer, tmp_path: Path) -
         image_BCHW[row, :, top : top + 32, left : left + 32] = 255
     batch = dataclasses.replace(batch, image_BCHW=image_BCHW)
     optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
-    for _ in range(40):
-        optimizer.zero_grad()
-        model(batch).total.backward()
-        optimizer.step()
+    fit(model, batch, optimizer, 40)
     model.eval()
     expected = [tokenizer.decode(ids) for ids in batch.ids_BT]
     save(model, tmp_path)
