@@ -20,6 +20,7 @@ LISTS = {
     "biovil_image cxrbert_text": "biovil",
     "biovil_t_image": "biovil_t_image",
     "biovil_t_image cxrbert_text": "biovil_t",
+    "carzero": "carzero",
     "chexzero": "chexzero",
     "convirt_pytorch": "convirt_pytorch",
     "cxrbert_text": "cxrbert",
@@ -46,6 +47,7 @@ LISTS = {
     "ptunifier": "ptunifier",
     "r2gen_iu_xray": "r2gen",
     "r2gen_mimic_cxr": "r2gen_mimic",
+    "radzero": "radzero",
 }
 """List, or those of several files -> importer."""
 
@@ -67,7 +69,7 @@ def meta_tensors(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Tensor]:
 
 
 def random_tensors(shapes: Mapping[str, tuple[int, ...]], seed: int = 0) -> dict[str, Tensor]:
-    """Return random weights of moderate scale; variances are positive, counters are 7."""
+    """Return random weights of moderate scale; variances are positive, counters are 7, computed tensors as published."""
     generator = torch.Generator().manual_seed(seed)
     tensors = {}
     for key, shape in shapes.items():
@@ -77,7 +79,30 @@ def random_tensors(shapes: Mapping[str, tuple[int, ...]], seed: int = 0) -> dict
         if key.endswith("running_var"):
             value = value.abs() + 0.5
         tensors[key] = torch.tensor(7) if key.endswith("num_batches_tracked") else value
+        if key.endswith("position_ids"):
+            tensors[key] = torch.arange(shape[-1])[None]
+        elif key.endswith("relative_position_index"):
+            tensors[key] = _window_index(shape[0])
+        elif key.endswith("tgt_embed.1.pe"):
+            tensors[key] = _sines(*shape[1:])[None]
     return tensors
+
+
+def _window_index(cells: int) -> Tensor:
+    """Swin's table as its authors wrote it: pairs of coordinates, numbered row by row."""
+    side = round(cells**0.5)
+    places = [(row, column) for row in range(side) for column in range(side)]
+    width = 2 * side - 1
+    return torch.tensor([[(a - c + side - 1) * width + b - d + side - 1 for c, d in places] for a, b in places])
+
+
+def _sines(length: int, width: int) -> Tensor:
+    """Positions of the Annotated Transformer, whose class R2Gen has: sines and cosines in turns."""
+    place = torch.arange(length, dtype=torch.float64)[:, None]
+    rate = 10_000.0 ** (-torch.arange(0, width, 2, dtype=torch.float64) / width)
+    table = torch.zeros(length, width, dtype=torch.float64)
+    table[:, 0::2], table[:, 1::2] = (place * rate).sin(), (place * rate).cos()
+    return table.float()
 
 
 def _expand(line: str) -> list[tuple[str, tuple[int, ...]]]:

@@ -20,6 +20,7 @@ from tokenizers import Regex, Tokenizer as Backend, decoders, models, normalizer
 
 from medvl.common.hub import fetch
 from medvl.common.untrusted import parse_json
+from medvl.data.tokenizer.published_cleaning import clean_as_albef, clean_words
 from medvl.data.tokenizer.report_cleaning import clean_report, clean_report_as_r2gen
 from medvl.errors import ConfigError, WeightsError
 
@@ -30,9 +31,9 @@ _LARGEST_LENGTH = 1_000_000  # transformers writes a larger number for "no limit
 
 CLIP: Literal["clip"] = "clip"
 CLIP_TOKENS = 77
-Cleaning = Literal["clip", "canonical", "report", "r2gen"]
-"""Text cleaning before tokenization: that of CLIP, of SigLIP, for vocabularies of words (`report_cleaning`), or as
-R2Gen's released code."""
+Cleaning = Literal["clip", "canonical", "report", "r2gen", "words", "albef"]
+"""Text cleaning before tokenization: that of CLIP, of SigLIP, for vocabularies of words (`report_cleaning`), or as the
+released code of R2Gen, of CARZero, or of ALBEF, M2I2 and MUMC (`published_cleaning`)."""
 _CLIP_START, _CLIP_END = "<start_of_text>", "<end_of_text>"
 _CLIP_WORDS = r"""'s|'t|'re|'ve|'m|'ll|'d|[\p{L}]+|[\p{N}]|[^\s\p{L}\p{N}]+"""
 _CLIP_MERGES = 49152 - 256 - 2
@@ -58,6 +59,8 @@ class LoadedTokenizer:
     """Stored maximum length, or None."""
     source: str
     cleaning: Cleaning | None = None
+    closing: bool = True
+    """Whether texts end with the last token ([SEP])."""
 
 
 def has_tokenizer(folder: Path) -> bool:
@@ -105,12 +108,17 @@ def _read(files: Mapping[str, Path], where: str, lowercase: bool | None, source:
     if cleaning not in (None, *get_args(Cleaning)):
         message = f"{where}: medvl_text must be one of {', '.join(get_args(Cleaning))}, got {cleaning!r}"
         raise ConfigError(message, "unknown_name", field="medvl_text")
+    closing = config.get("medvl_closing", True)
+    if not isinstance(closing, bool):
+        message = f"{where}: medvl_closing must be true or false, got {closing!r}"
+        raise ConfigError(message, "wrong_type", field="medvl_closing")
     return LoadedTokenizer(
         backend=backend,
         special={role: _special(backend, role, config) for role in _SPECIAL},
         max_tokens=int(longest) if isinstance(longest, int | float) and longest < _LARGEST_LENGTH else None,
         source=str(config.get("medvl_source", source)),
         cleaning=cleaning,
+        closing=closing,
     )
 
 
@@ -223,6 +231,8 @@ def clean_text(text: str, how: Cleaning | None) -> str:
     """Clean a text as in the training of the tokenizer's model."""
     if how == "canonical":  # SigLIP: lower case, without punctuation, single spaces
         return " ".join(text.translate(_WITHOUT_PUNCTUATION).lower().split())
+    if how in ("words", "albef"):
+        return clean_words(text) if how == "words" else clean_as_albef(text)
     if how in ("report", "r2gen"):
         return clean_report(text) if how == "report" else clean_report_as_r2gen(text)
     return clean_clip_text(text) if how == CLIP else text

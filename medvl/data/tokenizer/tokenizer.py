@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Literal, get_args
 
 import torch
-from tokenizers import AddedToken, models
+from tokenizers import AddedToken, models, processors
 from torch import Tensor
 
 from medvl.common.checks import check_choice
@@ -74,6 +74,8 @@ class Tokenizer:
         self.mask_id: int | None = ids["mask"]
         special = {self.cls_id, self.sep_id} | ({ids["pad"]} if ids["pad"] is not None else set())
         self._special = sorted(special)
+        if not loaded.closing:
+            self._leave_open()
         self._words = WordBoundaries(self._backend, self.vocab_size, self._special)
 
     def __call__(self, texts: Sequence[str]) -> tuple[Tensor, Tensor]:
@@ -145,6 +147,28 @@ class Tokenizer:
     def with_max_tokens(self, max_tokens: int) -> "Tokenizer":
         """Return a copy with another maximum length. Raises ConfigError for one below 3."""
         return Tokenizer(copy.deepcopy(self._loaded), max_tokens=max_tokens)
+
+    def as_published(self, *, cleaning: files.Cleaning | None, closing: bool = True) -> "Tokenizer":
+        """Return a copy that cleans texts as a released system, and with `closing` False ends them without [SEP].
+
+        A tokenizer that cleans its texts already (CLIP, SigLIP, complete words) keeps its own cleaning. Raises
+        ConfigError for texts without [SEP] unless the vocabulary is BERT's.
+        """
+        cleaning = self._loaded.cleaning or cleaning
+        loaded = dataclasses.replace(copy.deepcopy(self._loaded), cleaning=cleaning, closing=closing)
+        return Tokenizer(loaded, max_tokens=self.max_tokens)
+
+    def for_answers(self) -> "Tokenizer":
+        """Return the tokenizer of answers, which a decoder has to end: with [SEP], and without ALBEF's cleaning."""
+        if self._loaded.closing and self._loaded.cleaning != "albef":
+            return self
+        cleaning = None if self._loaded.cleaning == "albef" else self._loaded.cleaning
+        loaded = dataclasses.replace(copy.deepcopy(self._loaded), cleaning=cleaning, closing=True)
+        ends = [(self._name(number), number) for number in (self.cls_id, self.sep_id)]
+        loaded.backend.post_processor = processors.TemplateProcessing(
+            single=f"{ends[0][0]} $A {ends[1][0]}", special_tokens=ends
+        )
+        return Tokenizer(loaded, max_tokens=self.max_tokens)
 
     def truncates(self, text: str) -> bool:
         """Return whether a text is longer than `max_tokens`, so that encoding it truncates it."""
@@ -224,6 +248,7 @@ class Tokenizer:
             "model_max_length": self.max_tokens,
             "medvl_source": self.source,
             **({"medvl_text": self._loaded.cleaning} if self._loaded.cleaning else {}),
+            **({} if self._loaded.closing else {"medvl_closing": False}),
             **({"model_input_names": ["input_ids", "token_type_ids", "attention_mask"]} if token_types else {}),
             **{f"{role}_token": token for role, token in self._loaded.special.items() if token is not None},
         }
@@ -231,6 +256,19 @@ class Tokenizer:
         if isinstance(self._backend.model, models.WordPiece):
             tokens = sorted(self.vocabulary.items(), key=lambda item: item[1])
             write_atomic(folder / files.VOCABULARY_FILE, "".join(f"{token}\n" for token, _ in tokens))
+
+    def _leave_open(self) -> None:
+        """End texts without [SEP], as ALBEF's released tokenizer."""
+        if self.cls_id == self.sep_id:
+            raise ConfigError(f"the vocabulary of {self.source} has no first token: texts need [SEP]", "unsupported")
+        first = self._name(self.cls_id)
+        self._backend.post_processor = processors.TemplateProcessing(
+            single=f"{first} $A", special_tokens=[(first, self.cls_id)]
+        )
+
+    def _name(self, number: int) -> str:
+        token: str = self._backend.id_to_token(number)
+        return token
 
     def _id(self, token: str) -> int:
         number: int | None = self._backend.token_to_id(token)

@@ -1,6 +1,6 @@
 """Key table of ALBEF's pretraining checkpoints, with its moving average."""
 
-from medvl.export.importers.backbones import TEXT, tied_word_head, vision_transformer
+from medvl.export.importers.backbones import TEXT, position_counter, tied_word_head, vision_transformer
 from medvl.export.importers.encoders_from_shapes import attention_heads, count, encoder_fields
 from medvl.export.importers.fusion_encoders import co_attention_layer
 from medvl.export.importers.importer import Importer
@@ -30,7 +30,7 @@ def _towers(suffix: str, target: str) -> list[KeyRule]:
     return [
         *image,
         *fusion,
-        drop(f"{bert}.embeddings.position_ids", "a counter that older transformers stored"),
+        position_counter(f"{bert}.embeddings."),
         keep(f"{bert}.embeddings.**", f"{target}{TEXT}embeddings.**"),
         *(
             keep(f"{bert}.encoder.layer.{layer}.**", f"{target}{TEXT}encoder.layer.{layer}.**")

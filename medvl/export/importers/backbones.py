@@ -5,12 +5,29 @@ Every function takes the prefix of the backbone's keys in the file and returns r
 transformers and open_clip).
 """
 
-from medvl.export.importers.key_map import KeyRule, drop, keep, same
+import torch
+from torch import Tensor
+
+from medvl.export.importers.key_map import KeyRule, counter, drop, fixed, keep, same
 
 IMAGE, TEXT = "image_encoder.backbone.", "text_encoder.backbone."
 TEXT_PROJECTION = "text_encoder.projection."
-_COUNTER = "a counter that older transformers stored"
 _POOLER = "BERT's pooler, which the system does not use"
+
+
+def position_counter(source: str) -> KeyRule:
+    """Return the rule of the numbers of positions that older transformers stored."""
+    return fixed(f"{source}position_ids", counter, "a counter that older transformers stored")
+
+
+def window_index(tensor: Tensor) -> Tensor:
+    """Return Swin's table (w * w, w * w): the row of the bias table for each pair of cells of a window."""
+    side = round(len(tensor) ** 0.5) if tensor.ndim == 2 else 0
+    row_P, column_P = torch.meshgrid(torch.arange(side), torch.arange(side), indexing="ij")
+    row_P, column_P = row_P.flatten(), column_P.flatten()
+    down_PP = row_P[:, None] - row_P + side - 1
+    across_PP = column_P[:, None] - column_P + side - 1
+    return down_PP * (2 * side - 1) + across_PP
 
 
 def resnet(source: str) -> list[KeyRule]:
@@ -28,6 +45,35 @@ def vision_transformer(source: str) -> list[KeyRule]:
     """Return the rules of a vision Transformer with timm's names; other keys with the same prefix are not matched."""
     parts = ("cls_token", "pos_embed", "patch_embed.proj.*", "blocks.**", "norm.*")
     return [keep(f"{source}{part}", f"{IMAGE}{part}") for part in parts]
+
+
+def hugging_face_dinov2(source: str) -> list[KeyRule]:
+    """Return the rules of transformers' `Dinov2Model` before version 5."""
+    return [
+        keep(f"{source}embeddings.cls_token", f"{IMAGE}cls_token"),
+        keep(f"{source}embeddings.position_embeddings", f"{IMAGE}pos_embed"),
+        keep(f"{source}embeddings.patch_embeddings.projection.*", f"{IMAGE}patch_embed.proj.*"),
+        drop(f"{source}embeddings.mask_token", "the token of masked patches, for pretraining"),
+        *hugging_face_dinov2_layers(f"{source}encoder.layer", f"{IMAGE}blocks"),
+        keep(f"{source}layernorm.*", f"{IMAGE}norm.*"),
+    ]
+
+
+def hugging_face_dinov2_layers(source: str, target: str) -> list[KeyRule]:
+    """Return the rules of layers of transformers' `Dinov2Encoder`; `target` names blocks of timm in medvl."""
+    return [
+        keep(f"{source}.*.norm1.*", f"{target}.*.norm1.*"),
+        *(
+            keep(f"{source}.*.attention.attention.{name}.*", f"{target}.*.attn.qkv.*", part=(index, 3))
+            for index, name in enumerate(("query", "key", "value"))
+        ),
+        keep(f"{source}.*.attention.output.dense.*", f"{target}.*.attn.proj.*"),
+        keep(f"{source}.*.layer_scale1.lambda1", f"{target}.*.ls1.gamma"),
+        keep(f"{source}.*.norm2.*", f"{target}.*.norm2.*"),
+        keep(f"{source}.*.mlp.fc1.*", f"{target}.*.mlp.fc1.*"),
+        keep(f"{source}.*.mlp.fc2.*", f"{target}.*.mlp.fc2.*"),
+        keep(f"{source}.*.layer_scale2.lambda1", f"{target}.*.ls2.gamma"),
+    ]
 
 
 def hugging_face_vit(source: str) -> list[KeyRule]:
@@ -58,7 +104,7 @@ def hugging_face_swin(source: str) -> list[KeyRule]:
     return [
         keep(f"{source}embeddings.patch_embeddings.projection.*", f"{IMAGE}patch_embed.proj.*"),
         keep(f"{source}embeddings.norm.*", f"{IMAGE}patch_embed.norm.*"),
-        drop(f"{block}.attention.self.relative_position_index", "computed from the window size"),
+        fixed(f"{block}.attention.self.relative_position_index", window_index, "computed from the window size"),
         keep(f"{block}.attention.self.relative_position_bias_table", f"{target}.attn.relative_position_bias_table"),
         *(
             keep(f"{block}.attention.self.{name}.*", f"{target}.attn.qkv.*", part=(index, 3))
@@ -171,7 +217,7 @@ def clip_text(source: str) -> list[KeyRule]:
 def bert(source: str) -> list[KeyRule]:
     """Return the rules of BERT or RoBERTa with transformers' names, with or without the pooler."""
     return [
-        drop(f"{source}embeddings.position_ids", _COUNTER),
+        position_counter(f"{source}embeddings."),
         drop(f"{source}pooler.dense.*", _POOLER),
         keep(f"{source}embeddings.**", f"{TEXT}embeddings.**"),
         keep(f"{source}encoder.layer.**", f"{TEXT}encoder.layer.**"),

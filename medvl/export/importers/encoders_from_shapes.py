@@ -152,8 +152,10 @@ def _vision_transformer(shapes: Shapes) -> dict[str, Any]:
         "num_heads": attention_heads(width),
         "mlp_ratio": inside / width,
     }
-    base = {"patch_size": 16, "embed_dim": 768, "depth": 12, "num_heads": 12, "mlp_ratio": 4.0}
-    return {"name": "vit_b16", "image_size": side, **_differing(fields, base)}
+    is_dinov2 = "blocks.0.ls1.gamma" in shapes
+    base = {"patch_size": 14 if is_dinov2 else 16, "embed_dim": 768, "depth": 12, "num_heads": 12, "mlp_ratio": 4.0}
+    name = "rad_dino" if is_dinov2 else "vit_b16"
+    return {"name": name, "image_size": side, **_differing(fields, base)}
 
 
 def _clip_image(shapes: Shapes) -> dict[str, Any]:

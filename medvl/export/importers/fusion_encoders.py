@@ -7,6 +7,7 @@ from medvl.export.importers.backbones import (
     TEXT,
     bert,
     clip_image_tower,
+    position_counter,
     sequential_resnet,
     tied_word_head,
     vision_transformer,
@@ -21,6 +22,7 @@ from medvl.export.importers.encoders_from_shapes import (
 )
 from medvl.export.importers.importer import Importer
 from medvl.export.importers.key_map import KeyRule, Shapes, drop, keep, same
+from medvl.export.importers.positions import DECODER_POSITIONS, keep_decoder_positions
 from medvl.models.fusion_encoders.lxmert import LXMERTConfig
 from medvl.models.fusion_encoders.m3ae import M3AEConfig
 from medvl.models.fusion_encoders.medvill import MedViLLConfig
@@ -50,7 +52,7 @@ def bert_feed_forward(inner: str, outer: str, target: str) -> list[KeyRule]:
 
 def _bert_embeddings(source: str) -> list[KeyRule]:
     return [
-        drop(f"{source}.position_ids", "a counter that older transformers stored"),
+        position_counter(f"{source}."),
         keep(f"{source}.**", f"{TEXT}embeddings.**"),
     ]
 
@@ -77,7 +79,7 @@ def pixel_decoder() -> list[KeyRule]:
         "mlp.c_proj.*": "mlp.fc2.*",
     }
     return [
-        drop("mim_head.decoder_pos_embed", "a fixed table of sines and cosines, which medvl computes"),
+        keep("mim_head.decoder_pos_embed", DECODER_POSITIONS, change="drop axis"),
         keep("mim_head.mask_token", "mim_head.mask_token", change="flatten"),
         keep("mim_head.decoder_embed.*", "mim_head.embed.*"),
         keep("mim_head.decoder_norm.*", "mim_head.norm.*"),
@@ -191,6 +193,7 @@ _M3AE = Importer(
     source="zhjohnchan/M3AE @ 14da377",
     table=(*m3ae_streams(), *pixel_decoder()),
     system=lambda shapes: M3AEConfig(**m3ae_fields(shapes)),
+    settle=keep_decoder_positions,
 )
 _MEDVILL = Importer(
     name="medvill",

@@ -152,14 +152,13 @@ def match_checkpoint(
     limit = AllocationLimit(elements, WeightsError("its sizes need far more weights than it has", "mismatch"))
     try:
         with limit:
-            model, more = _build(importer, mapped, tokenizer, entities)
+            model, mapped = _build(importer, mapped, tokenizer, entities)
     except (WeightsError, KeyError) as error:  # the tensors that determine the sizes are missing, or claim too much
         problems = [*mapped.problems, f"missing {error}" if isinstance(error, KeyError) else str(error)]
         raise _mismatch(tensors, importer, source, problems) from None
     except (ValueError, IndexError, ZeroDivisionError) as error:  # one of them has another number of axes
         problems = [*mapped.problems, f"shapes from which no model can be built ({error})"]
         raise _mismatch(tensors, importer, source, problems) from None
-    mapped = dataclasses.replace(mapped, tensors={**mapped.tensors, **more})
     state = model.state_dict()
     missing = [name for name in state if name not in mapped.tensors and not name.endswith("num_batches_tracked")]
     zeros = {zero.name: zero.why for zero in importer.zeros if zero.name in missing}
@@ -180,20 +179,26 @@ def _build(
     mapped: MappedTensors,
     tokenizer: Tokenizer | Path | str | None,
     entities: Path | str | None,
-) -> tuple[System | Encoders, Mapping[str, Tensor]]:
-    """Return the model, and the tensors of its file of entities by medvl's names."""
+) -> tuple[System | Encoders, MappedTensors]:
+    """Return the model, and the tensors with those of its file of entities."""
     if importer.system is None:
         if tokenizer is not None:
             message = f"{importer.name} is imported as encoders: they take no tokenizer"
             raise ConfigError(message, "conflict", field="tokenizer")
-        return build_encoders(mapped.shapes, importer.image, importer.text), {}
+        return build_encoders(mapped.shapes, importer.image, importer.text), mapped
     config = importer.system(mapped.shapes)
-    more: Mapping[str, Tensor] = {}
+    if importer.settle is not None:
+        config, mapped = importer.settle(config, mapped)
     if importer.entities is not None and entities is not None:
         config, more = importer.entities.read(config, Path(entities))
+        mapped = dataclasses.replace(mapped, tensors={**mapped.tensors, **more})
     if tokenizer is None and importer.tokenizer is not None:
         tokenizer = load_tokenizer(importer.tokenizer, max_tokens=config.max_tokens)
-    return create_model(config, tokenizer=tokenizer), more
+    if tokenizer is not None and (importer.cleaning is not None or not importer.closing):
+        if not isinstance(tokenizer, Tokenizer):
+            tokenizer = load_tokenizer(tokenizer, max_tokens=config.max_tokens)
+        tokenizer = tokenizer.as_published(cleaning=importer.cleaning, closing=importer.closing)
+    return create_model(config, tokenizer=tokenizer), mapped
 
 
 def _mismatch(tensors: Mapping[str, Tensor], importer: Importer, source: str, problems: Sequence[str]) -> WeightsError:

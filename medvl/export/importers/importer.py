@@ -7,8 +7,9 @@ from typing import Any
 
 from torch import Tensor
 
+from medvl.data.tokenizer.files import Cleaning
 from medvl.export.importers.encoders_from_shapes import Options
-from medvl.export.importers.key_map import KeyRule, Shapes, ZeroTensor
+from medvl.export.importers.key_map import KeyRule, MappedTensors, Shapes, ZeroTensor
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -47,8 +48,15 @@ class Importer:
     entities: EntityFile | None = None
     computed: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]] | None = None
     """Function from the tensors by medvl's names to those that replace them."""
+    settle: Callable[[Any, MappedTensors], tuple[Any, MappedTensors]] | None = None
+    """Function from the config and the tensors to those after what depends on values, such as tables of positions that
+    differ from the computed ones."""
     tokenizer: str | None = None
     """Argument of `load_tokenizer` for tokenizers that an installed package contains."""
+    cleaning: Cleaning | None = None
+    """How the released code cleans texts before its tokenizer; None: not at all."""
+    closing: bool = True
+    """Whether the released tokenizer ends texts with [SEP]."""
     note: str = ""
     """Known differences from the published system."""
 

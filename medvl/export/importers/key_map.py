@@ -2,7 +2,8 @@ r"""Tables that map the keys of a published file to medvl's, in both directions.
 
     keep("img_encoder.model.**", "image_encoder.backbone.**")
     keep("blocks.*.attention.self.query.*", "blocks.*.attn.qkv.*", part=(0, 3))   # a third of a fused matrix
-    drop("**.position_ids", "a counter that older transformers stored")
+    drop("**.classifier.*", "a downstream head")
+    fixed("**.position_ids", counter, "a counter that older transformers stored")  # refused if it has other values
 
 `*` matches one component of a key, `**` one or more; the matches of one side are inserted into the other side in
 order. The first rule of a table that matches a key is used.
@@ -12,7 +13,7 @@ import dataclasses
 import functools
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Literal
 
 import torch
@@ -20,11 +21,13 @@ from torch import Tensor
 
 Change = Literal[
     "none", "transpose", "flatten", "scalar", "conv to linear", "conv1d to linear", "reverse", "drop axis",
-    "kernel to linear",
+    "kernel to linear", "negative",
 ]  # fmt: skip
 Shapes = Mapping[str, tuple[int, ...]]
 """Shapes of tensors by key."""
 _NORMS = {"gamma": "weight", "beta": "bias"}
+_TOLERANCE, _TOLERANCE_BFLOAT16 = 2e-3, 2e-2
+"""Of the values of a fixed tensor: float32 sines of a position in the thousands differ by 1e-3 between machines."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,6 +45,8 @@ class KeyRule:
     """(i, n): the tensor is the i-th of n pieces of medvl's tensor, stacked along the first axis."""
     copy_of: str | None = None
     """Key of the same file that the tensor must be equal to."""
+    value: Callable[[Tensor], Tensor] | None = None
+    """Function from the tensor to the values that it must have, which medvl computes."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,6 +70,26 @@ def drop(source: str, why: str) -> KeyRule:
 def same(source: str, copy_of: str) -> KeyRule:
     """Return a rule for tensors stored twice: they must equal those of another key, and are left out."""
     return KeyRule(source=source, target=None, why=f"stored twice, the same as {copy_of}", copy_of=copy_of)
+
+
+def fixed(source: str, value: Callable[[Tensor], Tensor], why: str) -> KeyRule:
+    """Return a rule for tensors that medvl computes: they must have the values of `value`, and are left out."""
+    return KeyRule(source=source, target=None, why=why, value=value)
+
+
+def counter(tensor: Tensor) -> Tensor:
+    """Return 0, 1, 2 ... in the shape of a tensor."""
+    return torch.arange(tensor.numel()).reshape(tensor.shape)
+
+
+def is_close(tensor: Tensor, expected: Tensor) -> bool:
+    """Return whether a tensor of a file has the expected values; true on the meta device, which has no values."""
+    if tensor.is_meta:
+        return tensor.shape == expected.shape
+    tolerance = _TOLERANCE_BFLOAT16 if tensor.dtype == torch.bfloat16 else _TOLERANCE
+    if tensor.shape != expected.shape:
+        return False
+    return torch.allclose(tensor.double(), expected.to(tensor.device).double(), rtol=tolerance, atol=tolerance)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -105,6 +130,7 @@ def to_medvl(tensors: Mapping[str, Tensor], table: Sequence[KeyRule]) -> MappedT
         elif rule.target is None:
             left_out[key] = rule.why
             problems += _compare_copy(key, stars, rule, tensors)
+            problems += _compare_value(key, rule, tensor)
         else:
             name = _fill(rule.target, stars)
             group = pieces.setdefault(name, {})
@@ -208,6 +234,8 @@ def _change(tensor: Tensor, change: Change) -> Tensor:
         return tensor.flip(0)
     if change == "kernel to linear" and tensor.ndim == 3:  # a 1-d convolution over all of its input
         return tensor.transpose(1, 2).flatten(1)
+    if change == "negative":
+        return -tensor.reshape(()) if tensor.numel() == 1 else -tensor
     if change == "drop axis" and tensor.shape[:1] == (1,):
         return tensor[0]
     if change == "scalar" and tensor.numel() == 1:
@@ -239,3 +267,9 @@ def _compare_copy(key: str, stars: Sequence[str], rule: KeyRule, tensors: Mappin
         return [f"missing {original}, which {key} is a copy of"]
     equal = tensor.shape == other.shape and (tensor.is_meta or torch.equal(tensor, other))
     return [] if equal else [f"{key} is not equal to {original}"]
+
+
+def _compare_value(key: str, rule: KeyRule, tensor: Tensor) -> list[str]:
+    if rule.value is None or is_close(tensor, rule.value(tensor)):
+        return []
+    return [f"{key} has other values than the published code computes ({rule.why})"]

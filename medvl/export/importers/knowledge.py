@@ -23,6 +23,7 @@ from medvl.export.importers.fusion_encoders import (
 )
 from medvl.export.importers.importer import EntityFile, Importer
 from medvl.export.importers.key_map import KeyRule, Shapes, drop, keep, same
+from medvl.export.importers.positions import keep_decoder_positions
 from medvl.models.fusion_encoders.arl import ARLConfig
 from medvl.models.fusion_encoders.parts.knowledge import GraphSizes
 
@@ -145,6 +146,7 @@ IMPORTERS = (
         ),
         system=_arl,
         computed=with_own_edges,
+        settle=keep_decoder_positions,
         entities=EntityFile(title="entity2id.txt of its data/knowledge", read=with_names, required=True),
         note="Its authors publish no weights: this is for files of their code, which links texts to UMLS by scispaCy. "
         "Here the names of the file of entities are looked up: add synonyms to its lines, with tabs between them. A "

@@ -34,7 +34,7 @@ ALBERT_WORDS = (
 )
 ALBERT_PAIRS = (keep("albert.pooler.*", "pooler.*"), keep("sop_classifier.classifier.*", "pair_head.*"))
 _ALBERT = (
-    drop("albert.embeddings.position_ids", "a counter that older transformers stored"),
+    backbones.position_counter("albert.embeddings."),
     keep("albert.embeddings.**", f"{TEXT}embeddings.**"),
     keep("albert.encoder.**", f"{TEXT}encoder.**"),
 )

@@ -3,7 +3,8 @@
 from medvl.export.importers.backbones import TEXT, bert, tied_word_head, vision_transformer
 from medvl.export.importers.encoders_from_shapes import bert_fields, count
 from medvl.export.importers.importer import Importer
-from medvl.export.importers.key_map import Shapes, drop, keep
+from medvl.export.importers.key_map import Shapes, keep
+from medvl.export.importers.positions import DECODER_POSITIONS, keep_decoder_positions
 from medvl.models.fusion_encoders.mrm import MRMConfig
 
 _BERT = "bert_encoder.model."
@@ -32,13 +33,14 @@ IMPORTERS = (
             *tied_word_head(f"{_BERT}cls.predictions", f"{_BERT}bert.embeddings.word_embeddings.weight"),
             keep("bert_mlp.*", "image_to_words.*"),
             keep("mask_token", "mim_head.mask_token", change="flatten"),
-            drop("decoder_pos_embed", "sines and cosines, which are computed"),
+            keep("decoder_pos_embed", DECODER_POSITIONS, change="drop axis"),
             keep("decoder_embed.*", "mim_head.embed.*"),
             keep("decoder_blocks.**", "mim_head.blocks.**"),
             keep("decoder_norm.*", "mim_head.norm.*"),
             keep("decoder_pred.*", "mim_head.pixels.*"),
         ),
         system=_mrm,
+        settle=keep_decoder_positions,
         note="Its ViT was trained with fixed positions, which are in the file; further training changes them.",
     ),
 )

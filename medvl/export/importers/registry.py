@@ -16,6 +16,7 @@ from medvl.export.importers import (
     masked_records,
     queries,
     report_generators,
+    statements,
 )
 from medvl.export.importers.importer import Importer
 from medvl.export.importers.key_map import count_covered
@@ -34,6 +35,7 @@ _IMPORTERS: Mapping[str, Importer] = {
             *lvit.IMPORTERS,
             *masked_records.IMPORTERS,
             *queries.IMPORTERS,
+            *statements.IMPORTERS,
             *encoders_only.IMPORTERS,
         ),
         key=lambda importer: importer.name,

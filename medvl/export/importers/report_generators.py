@@ -2,13 +2,24 @@
 
 import functools
 
+import torch
+from torch import Tensor
+
 from medvl.export.importers.backbones import sequential_resnet
 from medvl.export.importers.encoders_from_shapes import attention_heads, count, image_arguments
 from medvl.export.importers.importer import Importer
-from medvl.export.importers.key_map import KeyRule, Shapes, drop, keep
+from medvl.export.importers.key_map import KeyRule, Shapes, fixed, keep
+from medvl.models.report_generators.layers import sines
 from medvl.models.report_generators.r2gen import R2GenConfig
 
 _MODEL = "encoder_decoder.model."
+
+
+def _sines(table_1TD: Tensor) -> Tensor:
+    """Return the table of positions that `RelationalMemory` computes, in the shape of the file's."""
+    if table_1TD.ndim != 3:
+        return table_1TD.new_empty(0)
+    return sines(torch.arange(table_1TD.shape[1]), table_1TD.shape[2])[None]
 
 
 def _attention(source: str, target: str) -> list[KeyRule]:
@@ -44,7 +55,7 @@ _TABLE = (
     keep(f"{_MODEL}decoder.layers.*.sublayer.*.norm.mlp_beta.*.*", "decoder.layers.*.norms.*.bias_change.*.*"),
     *_norm(f"{_MODEL}decoder.norm", "decoder.norm"),
     keep(f"{_MODEL}tgt_embed.0.lut.weight", "decoder.words.weight"),
-    drop(f"{_MODEL}tgt_embed.1.pe", "a fixed table of sines and cosines, which medvl computes"),
+    fixed(f"{_MODEL}tgt_embed.1.pe", _sines, "sines and cosines"),
     *_attention(f"{_MODEL}rm.attn", "decoder.memory.attention"),
     keep(f"{_MODEL}rm.mlp.*.*", "decoder.memory.mlp.*.*"),
     keep(f"{_MODEL}rm.W.*", "decoder.memory.token_gates.*"),

@@ -20,7 +20,7 @@ from medvl.common.untrusted import parse_json
 from medvl.data.tokenizer.tokenizer import load_tokenizer
 from medvl.errors import WeightsError
 from medvl.export.importers.backbones import TEXT, hugging_face_clip_text
-from medvl.export.importers.key_map import drop, to_medvl
+from medvl.export.importers.key_map import counter, fixed, to_medvl
 from medvl.models.image_generation.parts import AutoencoderSizes, NoiseSchedule, UNetSizes, require_diffusers
 from medvl.models.image_generation.roentgen import RoentGen, RoentGenConfig
 
@@ -144,7 +144,7 @@ def _text_weights(path: Path) -> dict[str, Tensor]:
     with _described(path):
         tensors = safetensors.torch.load_file(path)
     prefix = "text_model." if any(key.startswith("text_model.") for key in tensors) else ""
-    table = [drop("**.position_ids", "a counter"), *hugging_face_clip_text(prefix)]
+    table = [fixed("**.position_ids", counter, "a counter"), *hugging_face_clip_text(prefix)]
     mapped = to_medvl(tensors, table)
     if mapped.problems:
         raise WeightsError(f"{path} is not a CLIP text encoder: {'; '.join(mapped.problems[:4])}", "mismatch")

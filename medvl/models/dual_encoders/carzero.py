@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from medvl.encoders import ImageEncoder, TextEncoder
@@ -40,6 +41,9 @@ class CARZeroConfig(QueryDecoderConfig, LocalDualConfig):
     max_tokens: int = 97
     head_dims: tuple[int, ...] = (1024, 512, 256)
     """Hidden widths of the head that makes a score of a query; none: one linear layer, the paper's variant."""
+    padded_memory: bool = False
+    """Let images read [SEP] and the padding of texts up to `max_tokens`, as the released code does: set for imported
+    models, whose scores depend on it."""
     positives: Positives = "text"
     """"own", as published, makes "There is no pleural effusion." of one study a negative of another one."""
 
@@ -75,6 +79,15 @@ class CARZero(LocalDualEncoder):
         decoder = QueryDecoder(config.projection_dim, config, self_attention=False, shared_norm=True)
         config.init_modules(score := score_head(config.projection_dim, config.head_dims, config.dropout))
         return {**heads, "decoder": decoder, "score": score}
+
+    def embed_ids(self, ids_BT: Tensor, mask_BT: Tensor) -> Embeddings:
+        """See the base class."""
+        if not self.config.padded_memory:
+            return super().embed_ids(ids_BT, mask_BT)
+        texts = self.embed_slots(ids_BT, mask_BT, self.word_slots(ids_BT, mask_BT, last_token=True))
+        words_NWE, _ = local_features(texts)
+        padded_NWE = F.pad(words_NWE, (0, 0, 0, self.config.max_tokens - words_NWE.shape[1]))
+        return Embeddings(texts.global_NE, padded_NWE, torch.ones_like(padded_NWE[..., 0], dtype=torch.bool))
 
     def score_pairs(self, memory: Embeddings, query_ME: Tensor, chunk: int | None = None) -> Tensor:
         """Return (N, M) float32: the score of each query with the vector and the local features of each row.

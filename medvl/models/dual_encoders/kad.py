@@ -55,12 +55,14 @@ class KAD(QueryEncoder):
     """Cross-entropy of each entity's presence in image and report, and InfoNCE of both (knowledge-enhanced stage).
 
     The text encoder is frozen. The head behind it is trained, because only `kebert` has weights for it; the released
-    code freezes both or neither.
+    code freezes both or neither. The frozen encoder reads without dropout; the released code leaves its dropout on in
+    training, also where it is frozen. Heat maps are the attention of the decoder's last layer, as in the released code.
     """
 
     Config = KADConfig
     shared_encoders = ("image_encoder", "text_encoder", "text_head")
     shared_norm = True
+    last_layer_maps = True
 
     def __init__(self, config: KADConfig, *args: Any, **kwargs: Any) -> None:
         super().__init__(config, *args, **kwargs)

@@ -61,7 +61,8 @@ class MAVL(MedKLIP):
     The contrast's targets, the present entities of an image or the images of an entity, sum to 1; images without one
     have none. The released code does not normalise them, so that an image with ten entities weighs eight times one with
     a single one. The convolution over an entity's aspects is the same function as the linear layer here. The dropout
-    behind the decoder drops single numbers here, and whole states in the released code.
+    behind the decoder drops single numbers here, and whole states in the released code. A heat map is the mean over all
+    aspects and layers; the released script for grounding leaves half of the aspects out.
     """
 
     Config = MAVLConfig

@@ -42,8 +42,7 @@ class RadZero(TextMaps, TokenLayers, LearnedScale):
 
     The loss is the mean of the contrast of a statement over images and of an image over statements, as in the released
     code; the paper has their sum. The released code takes exponentials without a log-sum-exp, so that hard pairs have
-    no gradient and a scale above 88 overflows; here they do not. Norms of the trained layers have an epsilon of 1e-5,
-    not DINOv2's 1e-6.
+    no gradient and a scale above 88 overflows; here they do not.
     """
 
     Config = RadZeroConfig
@@ -64,7 +63,7 @@ class RadZero(TextMaps, TokenLayers, LearnedScale):
         return {
             "image_head": nn.Identity(),
             "text_head": nn.Identity() if text_width == width else nn.Linear(text_width, width),
-            "layers": token_layers(image_encoder, config.trained_layers),
+            "layers": token_layers(image_encoder, config.trained_layers, config.layer_norm_eps),
             "norm": nn.LayerNorm(width),
         }
 

@@ -114,7 +114,7 @@ class DecoderHead(nn.Module):
     def __init__(self, config: VQAConfig, model: FusionModel) -> None:
         super().__init__()
         self.config, self.tokenizer = config, model.require_tokenizer(f"head {config.head!r}")
-        ids_VT, mask_VT = self.tokenizer(config.answers)
+        ids_VT, mask_VT = self.tokenizer.for_answers()(config.answers)
         length_V = mask_VT.sum(dim=1).clamp(max=config.decoder.max_tokens)
         if length_V.min() < 3:
             number = int(length_V.argmin()) + 1

@@ -70,10 +70,12 @@ class QueryEncoder(TextMaps):
         presence: maps the states of an entity's queries to logits of absent and present.
         aspects: A, number of queries of an entity: 1, and 8 in MAVL.
         shared_norm: whether the decoder's last norm is applied to queries and grid as well.
+        last_layer_maps: whether heat maps are the attention of the decoder's last layer, instead of the mean over all.
     """
 
     zero_shot_prompts: ClassVar[str] = "statements"
     shared_norm: ClassVar[bool] = False
+    last_layer_maps: ClassVar[bool] = False
 
     def __init__(
         self, config: Any, *args: Any, book: QueryBook, decoder: QueryDecoder, presence: nn.Module, **kwargs: Any
@@ -179,7 +181,9 @@ class QueryEncoder(TextMaps):
         return Embeddings(self.unnormalized_text(texts))
 
     def ask(self, grid_BPD: Tensor, more_BMD: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Return the states of all entities (B, Q, A x D), aspect after aspect, and their mean attention (B, Q, P).
+        """Return the states of all entities (B, Q, A x D), aspect after aspect, and their attention (B, Q, P).
+
+        The attention is the mean over heads, aspects and layers, or over those of the last layer (`last_layer_maps`).
 
         The entities are the book's, then those of `more_BMD` (B or 1, M, A x D), from `unnormalized_text`. Each
         of the latter attends to the book and itself. Its aspects are equal, so one query counts as A.
@@ -191,7 +195,9 @@ class QueryEncoder(TextMaps):
             itself_MM = torch.eye(more_BMD.shape[1], device=grid_BPD.device) * self.aspects
             reads_QQ = F.pad(F.pad(itself_MM, (0, 0, book, 0)), (book, 0), value=1.0)
         query_BQD = torch.cat([self.text_head(part).expand(len(grid_BPD), -1, -1) for part in parts], dim=1)
-        states_BQD, attention_BQP = self.decoder.with_attention(query_BQD, grid_BPD, reads_QQ=reads_QQ)
+        states_BQD, attention_BQP = self.decoder.with_attention(
+            query_BQD, grid_BPD, reads_QQ=reads_QQ, last_layer=self.last_layer_maps
+        )
         by_entity = (-1, self.aspects)
         of_book = states_BQD[:, :book].unflatten(1, by_entity).flatten(2)
         states_BQD = torch.cat([of_book, states_BQD[:, book:].repeat(1, 1, self.aspects)], dim=1)
@@ -219,7 +225,7 @@ class QueryEncoder(TextMaps):
         return odds_N
 
     def cell_maps(self, image_BCHW: Tensor, texts: Sequence[str]) -> Tensor:
-        """See the base class: the attention of each text's queries, the mean of heads and layers (MedKLIP)."""
+        """See the base class: the attention of each text's queries (`ask`)."""
         _, attention_BP = self._ask_pairs(
             self._grid_of(self.embed_images(image_BCHW)), self.embed_texts(texts).global_NE
         )

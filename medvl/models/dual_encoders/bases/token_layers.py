@@ -1,6 +1,7 @@
 """Base of dual-encoders with trained Transformer layers above an image encoder that may be frozen (RadZero)."""
 
 import dataclasses
+import functools
 from typing import Any, Self
 
 import torch
@@ -22,12 +23,15 @@ class TokenLayersConfig(BertDualConfig):
 
     trained_layers: int = 2
     """Transformer layers above the image encoder."""
+    layer_norm_eps: float = 1e-5
+    """Epsilon of the norms of these layers; DINOv2's, and that of the released RadZero, is 1e-6."""
     frozen_image: bool = True
     """Do not train the image encoder."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_within(self, "[0, inf)", "trained_layers")
+        check_within(self, "(0, inf)", "layer_norm_eps")
 
 
 class TokenLayers(BertDualEncoder):
@@ -76,8 +80,8 @@ class TokenLayers(BertDualEncoder):
         return normed_BKD.float()
 
 
-def token_layers(encoder: ImageEncoder, count: int) -> nn.Sequential:
-    """Return pre-norm layers as wide as an encoder's patches, with heads 64 wide.
+def token_layers(encoder: ImageEncoder, count: int, eps: float = 1e-5) -> nn.Sequential:
+    """Return pre-norm layers as wide as an encoder's patches, with heads 64 wide and norms with this epsilon.
 
     Raises ConfigError for an image encoder whose vector is not as wide as its patches.
     """
@@ -88,4 +92,5 @@ def token_layers(encoder: ImageEncoder, count: int) -> nn.Sequential:
         message = f"{encoder.name} has {width} dimensions per patch and {encoder.feature_dim} per image"
         raise ConfigError(f"{message}: use one with equal widths", "unsupported", field="image_encoder")
     options: dict[str, Any] = {"dim": width, "num_heads": max(1, width // 64), "qkv_bias": True, "init_values": 1.0}
+    options["norm_layer"] = functools.partial(nn.LayerNorm, eps=eps)
     return nn.Sequential(*(Block(**options) for _ in range(count)))

@@ -81,14 +81,16 @@ class QueryDecoder(nn.Module):
         mask_BK: Tensor | None = None,
         *,
         reads_QQ: Tensor | None = None,
+        last_layer: bool = False,
     ) -> tuple[Tensor, Tensor]:
-        """Return (B, Q, D), and (B, Q, K), the attention to the memory, averaged over heads and layers (MedKLIP).
+        """Return (B, Q, D), and (B, Q, K), the attention to the memory, averaged over heads and layers.
 
+        With `last_layer`, the attention is that of the last layer, averaged over heads.
         `reads_QQ` (float): entry (i, j) is the number of equal queries that query j counts as when query i attends to
         it; 0 hides it. None: 1 for all.
         """
         states_BQD, weights = self._decode(query_BQD, memory_BKD, mask_BK, reads_QQ, attention=True)
-        return states_BQD, torch.stack(weights).mean(dim=0)
+        return states_BQD, weights[-1] if last_layer else torch.stack(weights).mean(dim=0)
 
     def _decode(
         self,

@@ -48,6 +48,8 @@ class PixelDecoderConfig:
     decoder_width: int = 384
     decoder_layers: int = 4
     decoder_heads: int = 6
+    stored_positions: bool = False
+    """Keep the positions of the pixel decoder in the checkpoint: imported ones that are not MAE's (MRM)."""
 
     def check_decoder(self) -> None:
         """Raise ConfigError for a value out of range."""
@@ -83,7 +85,7 @@ class PixelDecoder(nn.Module):
         self.patches = patches
         self.embed = nn.Linear(in_dim, width)
         self.mask_token = nn.Parameter(torch.empty(width).normal_(std=INIT_STD))
-        self.register_buffer("positions_ND", sinusoids(patches.grid, width), persistent=False)
+        self.register_buffer("positions_ND", sinusoids(patches.grid, width), persistent=config.stored_positions)
         self.positions_ND: Tensor
         self.blocks = nn.ModuleList(
             Block(width, config.decoder_heads, qkv_bias=True, act_layer=act_layer, norm_layer=norm_layer)
