@@ -8,7 +8,9 @@
 Preset `paper`: the published settings on figures instead of photographs: ViT-B/16 at 256 pixels, BERT-base in two
 halves; AdamW at 1e-4 with weight decay 0.02, warmed up for 2,000 steps and then cosine to 1e-5, 30 epochs in batches of
 512; crops of 0.2 to 1.0 of the image. Differences: alpha grows in the first epoch of these figures, about 500 steps; no
-RandAugment, and no flips, because texts name sides.
+RandAugment, and no flips, because texts name sides; images are shrunk by averaging areas, instead of bicubic; captions
+and questions keep their case, punctuation and [SEP], which the released code removes (`load_tokenizer(FOLDER,
+cleaning="albef", closing=False)`).
 
 Preset `tiny`: starts from the ResNet-10 and the three-layer BERT of the quickstart's ConVIRT, with a fusion-encoder of
 two layers, a short queue, and a teacher that follows faster.

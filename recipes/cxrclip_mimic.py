@@ -10,9 +10,9 @@ Preset `paper`: the settings of the authors' configuration; CheXpert and ChestX-
 their labels as sentences. ImageNet's ResNet-50 and Bio_ClinicalBERT come from the hub on first use. Differences: the
 second text is another section, where the authors also have back-translations; a label is the statement "There is
 [no|possible] X.", where the authors draw one of several templates; at most three absent labels of an image are drawn,
-as the authors do for ChestX-ray14 (of CheXpert they take all that are stated); no CLAHE; bf16. Images are not mirrored,
-as published. The released code shuffles sentences to no effect and validates VinDr-CXR on its training table; neither
-is repeated.
+as the authors do for ChestX-ray14 (of CheXpert they take all that are stated); no CLAHE; bf16; no weight decay of
+biases, norms and the temperature, which decay in the released code. Images are not mirrored, as published. The released
+code shuffles sentences to no effect and validates VinDr-CXR on its training table; neither is repeated.
 
 Goals on MIMIC-CXR with CheXpert and ChestX-ray14, the figures of a leaderboard: AUROC of RSNA pneumonia 0.90, of
 VinDr-CXR 0.89. A run of ours needs the credentialed data.

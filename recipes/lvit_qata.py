@@ -17,7 +17,8 @@ flipped, left and right are exchanged in its text, and other turns are left to t
 long descriptions too. With `--data.fraction`, the images of the other patients are unlabelled if `--data.unlabelled`.
 
 The texts were written from the masks and name their places. Compare with the Dice under other texts, which `medvl eval
-segmentation` prints, and `scripts/compare_segmentation.py` for the three networks on one corpus.
+segmentation` prints, and `scripts/compare_segmentation.py` for the three networks on one corpus. LViT takes part in
+no run of `medvl benchmark`.
 """
 
 import dataclasses

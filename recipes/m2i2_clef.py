@@ -8,7 +8,9 @@
 Preset `paper`: ViT-B/16 from MAE's published file (give its path), BERT-base in two halves, 256 pixels, 15 % of the
 patches removed; AdamW at 1e-4 with weight decay 0.02, warmed up for 2,000 steps and then cosine to 1e-5, 30 epochs in
 batches of 16; crops of 0.2 to 1.0 of the image. ImageCLEF's captions are a table of your own; the published run trains
-on its validation split too. Differences: no RandAugment, and no flips, because captions name sides.
+on its validation split too. Differences: no RandAugment, and no flips, because captions name sides; images are shrunk
+by averaging areas, instead of bicubic; captions and questions are not cleaned and end with [SEP], as in
+`recipes/albef_roco_medicat.py`.
 
 Preset `tiny`: starts from the ResNet-10 and the three-layer BERT of the quickstart's ConVIRT, with a fusion-encoder of
 two layers, a short queue, and a teacher that follows faster. Cells of the ResNet's grid are removed, a quarter of them.

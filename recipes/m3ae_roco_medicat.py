@@ -8,7 +8,9 @@
 Preset `paper`: CLIP's ViT-B/16 without its last block, RoBERTa-base, six co-attention layers a stream; 100,000 steps of
 256 pairs at 288 pixels, 1e-5 for the encoders and five times that for the rest, warmed up for a tenth and then linear.
 Differences from the paper: a figure is one sample with one of its texts selected at random, instead of one sample per
-pair; the checkpoint is selected by the validation loss, instead of a sum of accuracies and a loss.
+pair; the checkpoint is selected by the validation loss, instead of a sum of accuracies and a loss; images are shrunk by
+averaging areas, instead of bicubic (`--model.resize bicubic_antialias` for inference), and CLIP's positions are resized
+to 288 pixels with antialiasing, which the released code leaves out.
 
 Preset `tiny`: starts from the ResNet-10 and the three-layer BERT of a ConVIRT on the same figures instead of CLIP and
 RoBERTa (`bash scripts/quickstart_vqa.sh` trains it first). A vision Transformer learns little from so few images, so

@@ -8,9 +8,9 @@
 Preset `paper`: the settings of the authors' configuration, with ImageNet's ResNet-50; Bio_ClinicalBERT, which is
 frozen, comes from the hub on first use. Differences: entities are the label columns and places those of the labeler's
 clauses, or both from RadGraph (`medvl knowledge radgraph`), where the authors have 75 observations and 51 places of
-RadGraph; aspects are written by hand and not by a language model; the contrast's targets are normalised; changes of
-brightness and contrast in place of RandAugment; mirrored images have mirrored places. The authors train on validation
-and test reports as well, and report different epochs of a run on different test sets; here validation data choose one.
+RadGraph; aspects are written by hand and not by a language model; changes of brightness and contrast in place of
+RandAugment; mirrored images have mirrored places. The authors train on validation and test reports as well, and report
+different epochs of a run on different test sets; here validation data choose one.
 
 Goals on MIMIC-CXR with prompts `statements`, the published figures: AUROC of CheXpert's five 0.90, of ChestX-ray14
 0.74, of RSNA pneumonia 0.86, of SIIM pneumothorax 0.92. A run of ours needs the credentialed data.
@@ -27,7 +27,10 @@ from medvl.models import MAVLConfig
 from medvl.train import Cosine, DataConfig, OptimConfig, TrainConfig, ZeroShotRecipe, launch, quickstart, zero_shot_run
 
 paper = ZeroShotRecipe(
-    model=MAVLConfig(text_weights="emilyalsentzer/Bio_ClinicalBERT@d5892b39a4adaed74b92212a44081509db72f87b"),
+    model=MAVLConfig(
+        text_weights="emilyalsentzer/Bio_ClinicalBERT@d5892b39a4adaed74b92212a44081509db72f87b",
+        contrast_targets="multi_hot",
+    ),
     pretrained=True,
     data=DataConfig(
         train="shards/mimic-cxr/train",

@@ -8,11 +8,12 @@
 Preset `paper`: the settings of the authors' code with a ResNet-50. ImageNet's ResNet-50 and Bio_ClinicalBERT, of which
 the lower six layers are used, come from the hub on first use. Frontal images (make the shards with `--views PA AP`),
 impression and findings of at least three words, 112 tokens. Differences: bf16 autocast, negatives and prototype codes
-from all ranks, punctuation is read, and the ResNet-50 starts from torchvision's first weights, where the authors take
-the second ones (`--model.image-weights timm/resnet50.tv2_in1k@COMMIT`). The steps of the warm-up and of the frozen
-prototypes are those of 187,147 pairs, 1,300 an epoch: for another number of pairs, set `--optim.schedule.warmup-steps`
-to 40 % of all steps and `--model.freeze-prototypes-steps` to one epoch. Published with it: linear classification of
-CheXpert, AUROC .876, .880 and .882 with 1, 10 and 100 % of the labels; a figure of ours needs the credentialed data.
+from all ranks, punctuation is read, biases and norms do not decay, which do in the authors' code, and the ResNet-50
+starts from torchvision's first weights, where the authors take the second ones (`--model.image-weights
+timm/resnet50.tv2_in1k@COMMIT`). The steps of the warm-up and of the frozen prototypes are those of 187,147 pairs, 1,300
+an epoch: for another number of pairs, set `--optim.schedule.warmup-steps` to 40 % of all steps and
+`--model.freeze-prototypes-steps` to one epoch. Published with it: linear classification of CheXpert, AUROC .876, .880
+and .882 with 1, 10 and 100 % of the labels; a figure of ours needs the credentialed data.
 
 Preset `paper-vit`: the same with DeiT-B/16, whose weights are named by `--model.image-weights
 timm/deit_base_patch16_224.fb_in1k@COMMIT`, or a file.

@@ -10,10 +10,11 @@ Preset `paper`: MAE's ViT-B/16, images of all views, of whose 448 pixels 224 are
 removed, half of the words masked, 200 epochs in batches of 256. Preset `ecamp`: 0.7 of the words masked, 120 epochs in
 batches of 8,192. Both warm up for 40 epochs. Vocabulary: `medvl vocab shards/mimic-cxr-all/train vocab/mrm --size 30000
 --max-tokens 256`. Differences: padding and visible words have no loss; mirrored images have mirrored texts, where the
-authors' keep their sides. `ecamp` has no summaries by a language model, reconstructs the large image itself in place
-of a super-resolution head, and masks entities and their neighbours first, where the released code draws every word
-alone, 0.75 of the entities and 0.7 of the others. `maco` crops as MRM does; its authors rotate by up to 20 degrees and
-scale by 0.8 to 1.2.
+authors' keep their sides; 448 pixels are shrunk to 224 with antialiasing, where the authors have none
+(`--model.shrink-antialias False`). `ecamp` has no summaries by a language model, reconstructs the large image itself in
+place of a super-resolution head, and masks entities and their neighbours first, where the released code draws every
+word alone, 0.75 of the entities and 0.7 of the others. `maco` crops as MRM does; its authors rotate by up to 20 degrees
+and scale by 0.8 to 1.2.
 
 Goals on MIMIC-CXR, fine-tuned on 1, 10 and 100 % (`medvl train linear_probe finetune --data.fraction 0.01` on your
 shards), the published figures: AUROC of ChestX-ray14 0.79, 0.84 and 0.86, of CheXpert 0.89 at each. About 5 EFLOP: five

@@ -9,7 +9,8 @@ Preset `paper`: both encoders of an ALBEF, whose statistics of the pixels it kee
 removed; AdamW at 3e-4 with weight decay 0.05, warmed up for 3,000 steps, times 0.9 after each of 30 epochs, batches of
 32; crops of 0.2 to 1.0 of the image. Differences: the published run starts from ALBEF's fusion-encoder and heads too,
 and trains on ROCO's test split too, this one on its training split only; no RandAugment, and no flips, because texts
-name sides.
+name sides; images are shrunk by averaging areas, instead of bicubic; captions and questions are not cleaned and end
+with [SEP], as in `recipes/albef_roco_medicat.py`.
 
 Preset `tiny`: starts from the ResNet-10 and the three-layer BERT of the quickstart's ConVIRT, with a fusion-encoder of
 two layers, a short queue, and a teacher that follows faster. Cells of the ResNet's grid are removed, a quarter of them.

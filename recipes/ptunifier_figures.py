@@ -9,7 +9,8 @@ Preset `paper`: CLIP's ViT-B/16 without its last block, BiomedRoBERTa (give the 
 six co-attention layers a stream, two pools of 2,048 prompts; 100,000 steps of 256 pairs at 288 pixels, 1e-5 for the
 encoders and five times that for the rest, warmed up for a tenth and then linear; crops of 0.9 to 1.0 of the image.
 Shards of MIMIC-CXR are of frontal views. Differences: a figure is one sample with one of its texts selected at random;
-so is a report with one of its sections, where the paper samples a sentence.
+so is a report with one of its sections, where the paper samples a sentence; images are shrunk by averaging areas,
+instead of bicubic.
 
 Preset `tiny`: starts from the ResNet-10 and the three-layer BERT of the quickstart's ConVIRT, whose cells and words the
 prompts stand for.

@@ -9,10 +9,10 @@
     medvl eval report-generation --checkpoint runs/r2gen-iu/best --data shards/iu-xray/test --sections findings
 
 Preset `paper`: IU X-ray in the authors' preparation; Adam with AMSGrad at 1e-4 and 5e-5 for the ResNet-101, times 0.1
-after 50 of 100 epochs, batch 16, gradients clipped to 0.1 by value; the checkpoint with the highest BLEU-4 on the
-validation reports, which are complete, where the released code compares with truncated ones. Random crops of 0.77
-to 1.0 of the image, where the published ones are always 224 of 256 pixels, and no flip: it contradicts texts that name
-a side. Shards of Open-i can be used in place of the preparation.
+after 50 of 100 epochs, which end early 50 epochs after the best one, batch 16, gradients clipped to 0.1 by value; the
+checkpoint with the highest BLEU-4 on the validation reports, which are complete, where the released code compares with
+truncated ones. Random crops of 0.77 to 1.0 of the image, where the published ones are always 224 of 256 pixels, and no
+flip: it contradicts texts that name a side. Shards of Open-i can be used in place of the preparation.
 
 Preset `paper-mimic`: one image, 100 tokens, words that occur 10 times (`--min-frequency 10`), 30 epochs, times 0.8
 after each.
@@ -49,6 +49,7 @@ paper = Recipe(
         global_batch=16,
         best_metric="report/corpus_bleu_4",
         best_mode="max",
+        early_stop_patience=50,
         channels_last=True,
     ),
 )

@@ -11,8 +11,9 @@
 Preset `paper`: the settings of the authors' configuration, with RAD-DINO as the frozen encoder, the best of the paper's
 table. RAD-DINO and MPNet come from the hub on first use. Differences: the labeler writes the statements, where the
 authors had a language model of 70 billion parameters (such statements are taken from a file, whose studies `medvl
-knowledge statements` names as the shards do); images are those of all views, without the other images of MS-CXR's
-patients if they are held out. Published with 518 pixels and four H100s: 52 GPU hours.
+knowledge statements` names as the shards do); the temperature and the LayerScale of the trained layers do not decay, as
+they do in the released code; images are those of all views, without the other images of MS-CXR's patients if they are
+held out. Published with 518 pixels and four H100s: 52 GPU hours.
 
 Goals of one GPU and one day on MIMIC-CXR, zero-shot with prompts `statements`: mean AUROC of CheXpert's five at least
 0.90, of ChestX-ray14 0.80, of PadChest's 192 labels 0.84 (`medvl shards padchest --annotators physician --splits

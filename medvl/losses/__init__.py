@@ -14,7 +14,7 @@ from medvl.losses.pairs.itm import itm
 from medvl.losses.pairs.mutual_information import SeparableCritic, dv_bound, info_nce_bound, information_bound
 from medvl.losses.pairs.prototypes import prototype_swap, sinkhorn
 from medvl.losses.pairs.reverse_gradient import modality_confusion, reverse_gradient
-from medvl.losses.pairs.soft_targets import label_similarity, multi_positive, soft_targets
+from medvl.losses.pairs.soft_targets import label_similarity, multi_hot, multi_positive, soft_targets
 from medvl.losses.supervised.classification import known_labels, multilabel_bce
 from medvl.losses.supervised.dense import bce_dice, contrastive_mask, detection, lvit
 from medvl.losses.supervised.vqa import answer_words, vqa_bce
@@ -47,6 +47,7 @@ __all__ = [
     "mlm_by_text",
     "mlm_distilled",
     "modality_confusion",
+    "multi_hot",
     "multi_positive",
     "multilabel_bce",
     "patch_cosine",

@@ -27,6 +27,7 @@ from helpers.published_layers import (
 )
 from torch import Tensor
 
+import medvl
 from medvl.errors import WeightsError
 from medvl.export.importers.import_checkpoint import match_checkpoint
 from medvl.export.importers.registry import find_importer
@@ -173,6 +174,20 @@ def test_albef_import_equals_its_towers_fusion_and_heads(tmp_path: Path) -> None
     torch.testing.assert_close(model.itm_head(x[:, 0]), linear(x[:, 0], file, "itm_head"))
     assert model.itc_head.temperature == file["temp"]
     assert int(model.itc_head.queue.seen) == 0
+
+
+def test_albef_reads_questions_and_images_as_its_released_code(tmp_path: Path) -> None:
+    """Texts are cleaned and end without [SEP], images are bicubic; also after saving and loading."""
+    words = [f"w{number}" for number in range(WORDS - 9)]
+    special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+    (tmp_path / "words").mkdir()
+    (tmp_path / "words" / "vocab.txt").write_text("\n".join([*special, "left", "lung", "-", "?", *words]))
+    model = imported(albef_file(), "albef", tmp_path, tokenizer=tmp_path / "words", out=tmp_path / "out")
+    for each in (model, medvl.load(tmp_path / "out")):
+        assert each.transform.resize == "bicubic_antialias"
+        ids, _ = each.tokenize(["Left-lung?"])
+        assert ids.tolist() == [[2, 5, 6]]
+        assert each.tokenizer.for_answers()(["left lung"])[0].tolist() == [[2, 5, 6, 3]]
 
 
 def albef_image(pixels: Tensor, file: Tensors, name: str) -> Tensor:

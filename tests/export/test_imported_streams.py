@@ -92,6 +92,7 @@ def test_vilt(older: bool, tmp_path: Path) -> None:
     if older:
         file |= {"text_embeddings.position_ids": torch.arange(40)[None], "mpp_score.decoder.weight": torch.zeros(3, 3)}
     model = imported(file, "vilt", tmp_path)
+    assert model.transform.resize == "bicubic_antialias"
     assert model.image_encoder.mean == (0.5, 0.5, 0.5)
     fused = model.fuse(model.text_tokens(IDS, MASK), model.image_tokens(image_BCHW))
     torch.testing.assert_close(

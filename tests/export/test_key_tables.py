@@ -50,6 +50,14 @@ WORDS = [f"word{number}" for number in range(28_991)]
 EXPORTED = ("biovil", "biovil_t", "lovt", "medclip", "mgca")
 
 
+BICUBIC, BILINEAR = "bicubic_antialias", "bilinear_antialias"
+RESIZED = {
+    **dict.fromkeys(("arl", "biomedclip", "kad", "m3ae", "medclip", "ptunifier", "radzero"), BICUBIC),
+    **dict.fromkeys(("biovil", "biovil_t", "mavl", "medklip", "r2gen", "r2gen_mimic"), BILINEAR),
+}
+"""Kernels with which released code resizes images for inference, where it is not area averaging."""
+
+
 def fitted(tensors: dict[str, Tensor], name: str, entities: Path | None = None, tokenizer: Path | None = None) -> Any:
     with torch.device("meta"):
         return match_checkpoint(tensors, find_importer(name), "file", tokenizer, entities)
@@ -81,6 +89,9 @@ def test_every_entry_is_mapped_or_left_out_and_every_parameter_is_filled(listed:
         name: state[name].shape for name in mapped.tensors
     }
     assert LISTS[listed] in matching_importers(list(tensors))
+    if LISTS[listed] in SYSTEMS and listed != "lvit bioclinicalbert":
+        assert model.transform.resize == RESIZED.get(LISTS[listed], "area")
+        assert model.transform.pad_first == (LISTS[listed] == "medclip")
     if LISTS[listed] in SYSTEMS:  # no rule is so broad that it drops a layer
         copies = (".crossattention.", "/res_features.", ".knowledge_")  # unused, or tensors that the file has twice
         copies += ("pix_module", ".conv_sig.", ".CTBN", "upVit", ".head.", ".self_attn.")

@@ -56,7 +56,7 @@ def make_retrieval_list(
     Args:
         out: file of the list.
         data: folder of shards to sample from: images that show exactly one class. The defaults are the rule of GLoRIA's
-            5x200, whose images are not public.
+            5x200, whose own draw its authors did not list.
         per_class: images per class.
         classes: class names; default the five of the CheXpert competition.
         exclusive: labels of which an image has no other, positive or uncertain: all of the shards except No Finding,

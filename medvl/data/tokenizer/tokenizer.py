@@ -284,6 +284,7 @@ def load_tokenizer(
     max_tokens: int | None = None,
     lowercase: bool | None = None,
     cleaning: files.Cleaning | None = None,
+    closing: bool | None = None,
 ) -> Tokenizer:
     """Load a tokenizer from a folder or the hub, or CLIP's.
 
@@ -294,7 +295,9 @@ def load_tokenizer(
         lowercase: for a bare `vocab.txt` (WordPiece). Default: the value in its configuration, else True, as in Hugging
             Face's BERT tokenizers; Bio_ClinicalBERT was used that way although its vocabulary is cased.
         cleaning: "canonical" lower-cases texts and removes punctuation, which SigLIP needs but its files do not state.
-            Default: that of the files, if saved by medvl.
+            "words" and "albef" clean as the released code of CARZero and of ALBEF, M2I2 and MUMC. Default: that of the
+            files, if saved by medvl.
+        closing: whether texts end with [SEP]; ALBEF's, M2I2's and MUMC's do not. Default: that of the files.
 
     Raises:
         ConfigError: the folder has no tokenizer, a file is damaged, or a setting does not match the source.
@@ -313,6 +316,8 @@ def load_tokenizer(
         raise ConfigError(f"{source} is not a hub repository and has no revision", "conflict", field="revision")
     if cleaning is not None:
         loaded = dataclasses.replace(loaded, cleaning=cleaning)
+    if closing is not None:
+        loaded = dataclasses.replace(loaded, closing=closing)
     return Tokenizer(loaded, max_tokens=max_tokens)
 
 

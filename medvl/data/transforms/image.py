@@ -16,10 +16,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from medvl.common.checks import check_choice
 from medvl.data.images.codecs import decode_image, encode_stored
 from medvl.data.reports.laterality import names_side
 from medvl.data.transforms.device import draw_parameters, kernel_radius
-from medvl.data.transforms.resizing import resize, to_square, with_channels
+from medvl.data.transforms.resizing import Kernel, resize, to_square, with_channels
 from medvl.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -81,12 +82,18 @@ class ReadsTexts(Protocol):
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class EvalTransform:
-    """Deterministic resize to a square: area averaging along sides that shrink, bilinear along those that grow."""
+    """Deterministic resize to a square."""
 
     size: int = 224
     fit: Literal["crop", "pad", "squash"] = "crop"
     """crop: short side to `size`, centre crop (as in most published systems); pad: long side to `size`, black borders
     (keeps the whole image); squash: both sides to `size`."""
+    resize: Kernel = "area"
+    """Kernel of the resize (`medvl.data.transforms.resizing.Kernel`): an imported model has that of its released code.
+    """
+    pad_first: bool = False
+    """With `fit` pad: add the borders before the resize, to a square of at least `size`, as MedCLIP does: smaller
+    images are not enlarged."""
     stored_size: int | None = None
     """If set, resize to a square of this size first, then to `size` by bicubic interpolation without antialiasing, as
     systems that store squares on disk do (CheXzero)."""
@@ -96,6 +103,10 @@ class EvalTransform:
 
     def __post_init__(self) -> None:
         _check_size(self.size)
+        check_choice(self.resize, get_args(Kernel), "resize")
+        if self.pad_first and self.fit != "pad":
+            message = f"pad_first needs fit 'pad', got {self.fit!r}"
+            raise ConfigError(message, "conflict", field="pad_first")
         if self.stored_size is not None:
             _check_size(self.stored_size)
         if not 0 <= self.margin <= self.size:
@@ -140,14 +151,19 @@ class EvalTransform:
         return read_image(image, frame=frame)
 
     def settings(self) -> dict[str, Any]:
-        """Return the fields that make up the transform of stored pixels: those of an `EvalTransform`."""
-        return {field.name: getattr(self, field.name) for field in dataclasses.fields(EvalTransform)}
+        """Return the fields that make up the transform of stored pixels: those of an `EvalTransform`.
+
+        Fields that are newer than stored features are left out where they have their defaults.
+        """
+        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(EvalTransform)}
+        newer = {"resize": "area", "pad_first": False}
+        return {name: value for name, value in fields.items() if name not in newer or value != newer[name]}
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, EvalTransform) and self.settings() == other.settings()
 
     def __hash__(self) -> int:
-        return hash(tuple(self.settings().values()))
+        return hash(tuple(self.settings().items()))
 
     def _square_of(self, pixels: np.ndarray) -> np.ndarray:
         """Return uint8 (C, size, size) of the pixels of an original image."""
@@ -172,22 +188,32 @@ class EvalTransform:
 
     def _square(self, image: np.ndarray, size: int) -> np.ndarray:
         height, width = image.shape[:2]
+        if self.pad_first:
+            return with_channels(resize(to_square(image, least=size), size, size, self.resize))
         scaled_height, scaled_width, top, left = self._placement(height, width, size)
-        image = with_channels(resize(image, scaled_height, scaled_width))
+        image = with_channels(resize(image, scaled_height, scaled_width, self.resize))
         if self.fit == "crop":
             return image[-top : size - top, -left : size - left]
         square = np.zeros((size, size, image.shape[2]), np.uint8)
         square[top : top + scaled_height, left : left + scaled_width] = image
         return square
 
-    def _placement(self, height: int, width: int, size: int) -> tuple[int, int, int, int]:
-        """Return the scaled height and width of an image, and its top and left offset in the square."""
+    def _placement(self, height: int, width: int, size: int) -> tuple[Any, Any, Any, Any]:
+        """Return the scaled height and width of an image, and its top and left offset in the square, in pixels.
+
+        With `pad_first` these are fractions of pixels, which only `box` takes.
+        """
         if self.fit == "squash":
             return size, size, 0, 0
         if self.fit == "crop":  # rounded as by torchvision's Resize and CenterCrop
             side = min(height, width)
             scaled_height, scaled_width = size * height // side, size * width // side
             return scaled_height, scaled_width, -round((scaled_height - size) / 2), -round((scaled_width - size) / 2)
+        if self.pad_first:  # a square of `side`, with the image in its middle
+            side = max(height, width, size)
+            scaled_height, scaled_width = height * size / side, width * size / side
+            top, left = (side - height) // 2 * size / side, (side - width) // 2 * size / side
+            return scaled_height, scaled_width, top, left
         side = max(height, width)  # the shorter side is cut off to whole pixels, as by GLoRIA and CheXzero
         scaled_height, scaled_width = (
             size if length == side else max(1, int(length * (size / side))) for length in (height, width)

@@ -6,7 +6,8 @@ The published ones keep their faults, because a number can only be reproduced wi
   becomes "p" and "vitamin A" becomes "vitamin". Its table of English contractions is omitted: no answer of VQA-RAD is
   in it.
 * `mevf` (MEVF, PubMedCLIP) is `vqa_v2` with "x ray" written as one word. M2I2 trains with these answers, too.
-* `mumc` (MUMC) deletes all punctuation, so "3.5 cm" becomes "35 cm" and "cardiomegaly;edema" one word.
+* `mumc` (MUMC) deletes all punctuation, so "3.5 cm" becomes "35 cm" and "cardiomegaly;edema" one word. The released
+  rule keeps blanks at both ends, which are removed here.
 * `lower` lowercases and strips, `raw` only strips.
 """
 

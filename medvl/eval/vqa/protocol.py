@@ -1,5 +1,8 @@
 """Protocols of VQA evaluations by name: medvl's, and those of published numbers, each with its flaw.
 
+`mumc` is the evaluator that MUMC's authors released in 2023, with their paper; `mumc_2024` is a later one of theirs,
+which compares whole answers.
+
 A protocol defines the normalizer, the source of the answer vocabulary, which questions are included, what closed means
 and when an answer is right. Every included question stays in the denominator: one whose answer is not in the
 vocabulary, or that has no prediction, is wrong.
@@ -37,7 +40,7 @@ class VQAProtocol:
     """A question is closed by the dataset's field, if its answer is yes or no, or as predicted by the model."""
     match: Match = "exact"
     """Equal after normalization; equal to any alternative (VQA-Med 2019: separated by `#`, with optional parts in
-    brackets); equal to the right answer or to a part of it (MUMC); or as in LLaVA-Med v1.0."""
+    brackets); equal to the right answer or to a part of it (MUMC in 2023); or as in LLaVA-Med v1.0."""
     flaw: str = ""
     """Why its numbers are not comparable; empty for comparable ones."""
 
@@ -123,8 +126,14 @@ _ALL = (
         normalizer="mumc",
         vocabulary=_EVERY_SPLIT,
         match="part_of",
-        flaw='test answers are in the vocabulary; part of the right answer is enough ("no" for "normal"); '
-        "the normalizer joins lists and removes decimal points",
+        flaw='test answers are in the vocabulary; part of the right answer is enough ("no" for "normal"), and so is an '
+        "empty answer; the normalizer joins lists and removes decimal points",
+    ),
+    VQAProtocol(
+        name="mumc_2024",
+        normalizer="mumc",
+        vocabulary=_EVERY_SPLIT,
+        flaw="test answers are in the vocabulary; the normalizer joins lists and removes decimal points",
     ),
     VQAProtocol(
         name="m2i2",

@@ -220,7 +220,7 @@ def _preprocessing(model: CLIP) -> dict[str, Any]:
         "size": list(encoder.image_size),
         "mean": list(encoder.mean),
         "std": list(encoder.std),
-        "interpolation": "bicubic",
+        "interpolation": "bilinear" if model.config.resize.startswith("bilinear") else "bicubic",
         "resize_mode": _RESIZE[model.config.fit],
     }
 

@@ -66,6 +66,9 @@ _ALBEF = Importer(
         keep("itm_head.*", "itm_head.*"),
         *(drop(name, "past pairs of the published training") for name in ("image_queue", "text_queue", "queue_ptr")),
     ),
+    images={"resize": "bicubic_antialias"},
+    cleaning="albef",
+    closing=False,
     system=_albef,
     zeros=(
         *(ZeroTensor(name=f"itc_head.queue.{name}", why=_EMPTY) for name in ("image_QE", "text_QE", "names_Q", "seen")),

@@ -128,6 +128,7 @@ def open_clip_importer(model: str) -> Importer:
         title=f"open_clip's {model}",
         source="mlfoundations/open_clip @ 89fb801",
         table=_OPEN_CLIP,
+        images={"resize": "bicubic_antialias"},
         system=system,
         tokenizer=None if text.get("hf_tokenizer_name") else "clip",
     )
@@ -214,6 +215,7 @@ IMPORTERS = (
             keep("text.proj.**", f"{TEXT_PROJECTION}**"),
             keep("logit_scale", "logit_scale", change="scalar"),
         ),
+        images={"resize": "bicubic_antialias"},
         system=_biomedclip,
     ),
     Importer(
@@ -229,6 +231,7 @@ IMPORTERS = (
             keep("text_model.projection_head.weight", "text_head.weight"),
             keep("logit_scale", "logit_scale", change="scalar"),
         ),
+        images={"resize": "bicubic_antialias", "pad_first": True},
         system=_medclip,
         note="The released code averages over padding as well; here the mean is over real tokens.",
     ),

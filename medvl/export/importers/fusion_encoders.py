@@ -184,6 +184,7 @@ _METER = Importer(
         ),
         *(drop(f"{head}.**", "a downstream head") for head in ("vqa_classifier", "snli_classifier", "rank_output")),
     ),
+    images={"resize": "bicubic_antialias"},
     system=lambda shapes: DualStreamConfig(**_streams(shapes)),
     note="Models with a Swin Transformer, and those fine-tuned on NLVR2 (three types of tokens), are refused.",
 )
@@ -192,6 +193,7 @@ _M3AE = Importer(
     title="M3AE (Chen et al. 2022): CLIP ViT-B/16 without its last block, RoBERTa, six layers of co-attention",
     source="zhjohnchan/M3AE @ 14da377",
     table=(*m3ae_streams(), *pixel_decoder()),
+    images={"resize": "bicubic_antialias"},
     system=lambda shapes: M3AEConfig(**m3ae_fields(shapes)),
     settle=keep_decoder_positions,
 )
@@ -229,6 +231,7 @@ _PTUNIFIER = Importer(
             for number, part in enumerate(("ln", "proj"))
         ),
     ),
+    images={"resize": "bicubic_antialias"},
     system=_ptunifier,
     note="The released code trains neither the pools nor the contrastive head, which are then random in its files. Its "
     "co-attention and vocabulary head have the LayerNorm epsilon of the text encoder, 1e-5; here it is 1e-12.",
@@ -347,6 +350,7 @@ _VILT = Importer(
         keep("itm_score.fc.*", "itm_head.*"),
         drop("mpp_score.**", "a pretraining head that medvl's ViLT does not have"),
     ),
+    images={"resize": "bicubic_antialias"},
     system=_vilt,
 )
 

@@ -186,7 +186,7 @@ def _build(
             message = f"{importer.name} is imported as encoders: they take no tokenizer"
             raise ConfigError(message, "conflict", field="tokenizer")
         return build_encoders(mapped.shapes, importer.image, importer.text), mapped
-    config = importer.system(mapped.shapes)
+    config = dataclasses.replace(importer.system(mapped.shapes), **importer.images)
     if importer.settle is not None:
         config, mapped = importer.settle(config, mapped)
     if importer.entities is not None and entities is not None:

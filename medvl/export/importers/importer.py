@@ -53,6 +53,8 @@ class Importer:
     differ from the computed ones."""
     tokenizer: str | None = None
     """Argument of `load_tokenizer` for tokenizers that an installed package contains."""
+    images: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    """Fields of the system's config for the released preparation of images, where they differ from its defaults."""
     cleaning: Cleaning | None = None
     """How the released code cleans texts before its tokenizer; None: not at all."""
     closing: bool = True

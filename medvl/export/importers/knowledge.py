@@ -144,6 +144,7 @@ IMPORTERS = (
                 for number in (1, 2)
             ),
         ),
+        images={"resize": "bicubic_antialias"},
         system=_arl,
         computed=with_own_edges,
         settle=keep_decoder_positions,

@@ -40,6 +40,7 @@ IMPORTERS = (
             keep("decoder_pred.*", "mim_head.pixels.*"),
         ),
         system=_mrm,
+        images={"shrink_antialias": False},
         settle=keep_decoder_positions,
         note="Its ViT was trained with fixed positions, which are in the file; further training changes them.",
     ),

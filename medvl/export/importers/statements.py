@@ -62,6 +62,7 @@ _RADZERO = Importer(
         keep(f"{_RADZERO_LOSS}layer_norm.*", "norm.*"),
         keep(f"{_RADZERO_LOSS}loss_temperature", "logit_scale", change="negative"),
     ),
+    images={"resize": "bicubic_antialias"},
     system=_radzero,
     computed=_at_radzero_size,
     note="The file does not contain the statistics of its pixels: they are taken to be CLIP's, the default of the "

@@ -73,6 +73,30 @@ def multi_positive(logits_NM: Tensor, positive_NM: Tensor, ignored_NM: Tensor | 
     return (direction(-1) + direction(-2)) / 2
 
 
+def multi_hot(logits_NM: Tensor, positive_NM: Tensor, ignored_NM: Tensor | None = None) -> Tensor:
+    """Sum of both directions' cross-entropy with targets of 1 for every positive, over N x M (MAVL's released code).
+
+    A row with ten positives weighs more than ten with one, because its targets sum to ten.
+
+    Args:
+        logits_NM, positive_NM: as in `multi_positive`.
+        ignored_NM: bool: pairs that are left out; rows without any other do not count in N. None: none.
+
+    Returns a scalar: 0 with a zero gradient without a positive pair. Raises ValueError on inconsistent shapes.
+    """
+    if positive_NM.ndim != 2 or logits_NM.shape[-2:] != positive_NM.shape:
+        raise ValueError(f"expected logits (..., N, M) and positives (N, M), got {shapes(logits_NM, positive_NM)}")
+    logits_NM, positive_NM = logits_NM.float(), positive_NM.bool()
+    rows = torch.tensor(len(positive_NM), device=logits_NM.device)
+    if ignored_NM is not None:
+        ignored_NM = ignored_NM.bool() & ~positive_NM
+        rows = (~ignored_NM).any(dim=1).sum()
+        logits_NM = logits_NM.masked_fill(ignored_NM, torch.finfo(torch.float32).min)
+    both_NM = logits_NM.log_softmax(-1) + logits_NM.log_softmax(-2)
+    total = both_NM.masked_fill(~positive_NM, 0.0).sum(dim=(-2, -1)).mean()
+    return -total / (rows.clamp(min=1) * positive_NM.shape[1])
+
+
 def label_similarity(image_labels_NL: Tensor, text_labels_ML: Tensor, kind: LabelSimilarity = "cosine") -> Tensor:
     """Return (N, M) float32: the similarity of the labels of every image and every text, without gradient.
 

@@ -14,7 +14,7 @@ from medvl.data.reports.aspects import ASPECTS, describe_aspects
 from medvl.encoders import ImageEncoder, TextEncoder
 from medvl.errors import ConfigError
 from medvl.losses.gather import gather
-from medvl.losses.pairs.soft_targets import multi_positive
+from medvl.losses.pairs.soft_targets import multi_hot, multi_positive
 from medvl.models.dual_encoders.medklip import MedKLIP, MedKLIPConfig
 from medvl.models.dual_encoders.parts.attention import PositionedPool
 from medvl.models.registry import register_system
@@ -36,14 +36,19 @@ class MAVLConfig(MedKLIPConfig):
     """Heads of the attention that makes the image's vector of its grid."""
     temperature: float = 0.07
     """Initial temperature of each aspect's contrast; the logarithms of the inverse temperatures are learned."""
+    contrast_targets: Literal["equal_shares", "multi_hot"] = "equal_shares"
+    """Targets of the contrast: "multi_hot", 1 for every present entity, as the released code has them, so that an image
+    with ten entities weighs eight times one with a single one; or "equal_shares", which sum to 1."""
     contrast_weight: float = 0.1
-    """The released loss is a sum of both directions over 75 entities: its 0.1 is 0.2 * P / 75 here, for P entities."""
+    """The published weight, which is for "multi_hot", whose mean is over images and entities. With equal shares the
+    contrast is 75 / (2 * P) times as strong, 37 times with one of 75 entities present (P) and 4 times with ten."""
     unmentioned: Literal["absent", "ignored"] = "absent"
     """Entities that the report does not mention, in the contrast: negatives, as published, or left out as in the
     cross-entropy of presence."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        check_choice(self.contrast_targets, ("equal_shares", "multi_hot"), "contrast_targets")
         check_choice(self.unmentioned, ("absent", "ignored"), "unmentioned")
         check_within(self, "(0, inf)", "temperature")
         check_within(self, "[0, inf)", "contrast_weight")
@@ -58,9 +63,8 @@ class MAVLConfig(MedKLIPConfig):
 class MAVL(MedKLIP):
     """MedKLIP's losses on eight queries per entity, and a contrast of images with each aspect of their entities.
 
-    The contrast's targets, the present entities of an image or the images of an entity, sum to 1; images without one
-    have none. The released code does not normalise them, so that an image with ten entities weighs eight times one with
-    a single one. The convolution over an entity's aspects is the same function as the linear layer here. The dropout
+    The contrast's targets are the present entities of an image and the images of an entity; images without one have
+    none. The convolution over an entity's aspects is the same function as the linear layer here. The dropout
     behind the decoder drops single numbers here, and whole states in the released code. A heat map is the mean over all
     aspects and layers; the released script for grounding leaves half of the aspects out.
     """
@@ -112,7 +116,8 @@ class MAVL(MedKLIP):
         silent_NL = ~((labels_NL == 0) | (labels_NL == 1))
         if self.config.unmentioned == "absent":  # except for rows without an image or without any label
             silent_NL = labels_NL.isnan().all(dim=1, keepdim=True).expand_as(labels_NL)
-        contrast = multi_positive(logits_ANL, labels_NL == 1, silent_NL)
+        contrast_of = multi_hot if self.config.contrast_targets == "multi_hot" else multi_positive
+        contrast = contrast_of(logits_ANL, labels_NL == 1, silent_NL)
         return {
             **super().more_terms(batch, images, states_BQD, labels_BL),
             "contrast": (contrast, self.config.contrast_weight),

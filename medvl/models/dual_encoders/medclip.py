@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from medvl.common.checks import check_choice, check_within
+from medvl.data.transforms.image import EvalTransform
 from medvl.encoders import ImageEncoder, TextEncoder, freeze_batch_norm_statistics
 from medvl.losses.pairs.soft_targets import LabelSimilarity, label_similarity, soft_targets
 from medvl.models.dual_encoders.bases.bert import BertDualConfig, BertDualEncoder
@@ -27,14 +28,18 @@ class MedCLIPConfig(BertDualConfig, ScaleConfig):
     """
 
     fit: Literal["crop", "pad", "squash"] = "pad"
+    pad_first: bool = False
+    """Add the borders of an image before it is resized, as the released code does: set for imported models."""
     pixel_mean: float | None = 0.5862785803043838
     """Mean of the pixels, in 0..1; None keeps the image encoder's."""
     pixel_std: float | None = 0.27950088968644304
     text_layers: tuple[int, ...] = (1, 2, -1)
     """Hidden states that are averaged: 1 is the first layer, -1 the last."""
     label_similarity: LabelSimilarity = "cosine"
-    """Similarity of the labels of an image and a text: "cosine" as in the paper; "dot", the released code's product,
-    under which the targets of samples with several labels are nearly one-hot; "clamp", that product within [-1, 1]."""
+    """Similarity of the labels of an image and a text: "cosine" of the positive ones, as in the paper; "dot", the
+    released code's product of 1 for positive, -1 for uncertain and 0 for all other labels, under which the targets of
+    samples with several labels are nearly one-hot; "clamp", that product within [-1, 1]."""
+    min_scale: float | None = 1.0
     two_texts: bool = True
     """Average the loss over two draws of a sample's text; False for a text policy without randomness."""
     max_tokens: int = 77
@@ -49,8 +54,8 @@ class MedCLIPConfig(BertDualConfig, ScaleConfig):
 class MedCLIP(LearnedScale, BertDualEncoder):
     """Semantic matching: all images of the global batch against all its texts (section 3.3, equations 3 to 6).
 
-    Targets are the softmax of the similarity of the labels of an image and a text (`Batch.labels_BL`; 1 for a positive
-    label, 0 for all others), whether or not they belong together. Rows without an image, or without a text, count with
+    Targets are the softmax of the similarity of the labels of an image and a text (`Batch.labels_BL`), whether or not
+    they belong together. Rows without an image, or without a text, count with
     the side that they have.
 
     The loss is the mean over a text and another one of the same sample (`Inputs.second_text`). The released code makes
@@ -63,6 +68,11 @@ class MedCLIP(LearnedScale, BertDualEncoder):
     def __init__(self, config: MedCLIPConfig, *args: Any, **kwargs: Any) -> None:
         super().__init__(config, *args, **kwargs)
         self.inputs = Inputs(second_text=config.two_texts, labels=True)
+
+    @classmethod
+    def make_transform(cls, config: MedCLIPConfig) -> EvalTransform:
+        """See the base class."""
+        return dataclasses.replace(super().make_transform(config), pad_first=config.pad_first)
 
     @classmethod
     def encoder_arguments(cls, config: MedCLIPConfig) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
@@ -95,9 +105,10 @@ class MedCLIP(LearnedScale, BertDualEncoder):
         assert pairs.labels_BL is not None, "the base class adds the labels of the batch"
         images, scale, kind, terms = pairs.images, self.scale(), self.config.label_similarity, []
         sides = (pairs.texts, *pairs.others.values())
-        present_BL = (pairs.labels_BL == POSITIVE).float()
+        # Positive labels alone in the paper; uncertain ones are -1 in the released product.
+        label_BL = (pairs.labels_BL == POSITIVE).float() if kind == "cosine" else pairs.labels_BL
         for texts in sides:
-            targets_NM = label_similarity(present_BL[images.pair_N], present_BL[texts.pair_N], kind)
+            targets_NM = label_similarity(label_BL[images.pair_N], label_BL[texts.pair_N], kind)
             terms.append(soft_targets(images.global_NE, texts.global_NE, targets_NM, scale))
         count = sum(len(texts) > 0 for texts in sides)
         return Losses.sum(semantic_matching=torch.stack(terms).sum() / max(1, count))

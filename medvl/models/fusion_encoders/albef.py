@@ -56,7 +56,7 @@ class ALBEF(AlignedFusionModel):
     def build(cls, config: ALBEFConfig, *, pretrained: bool, tokenizer: Tokenizer | None) -> Self:
         """See the base class."""
         image_encoder, text_encoder = create_pixel_encoders(config, cls.name, pretrained=pretrained)
-        transform = EvalTransform(size=config.image_size, fit=config.fit)
+        transform = EvalTransform(size=config.image_size, fit=config.fit, resize=config.resize)
         model = cls(config, image_encoder, text_encoder, transform=transform, tokenizer=tokenizer)
         model._init_fusion(pretrained)
         return model

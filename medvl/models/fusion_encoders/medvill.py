@@ -106,7 +106,7 @@ class MedViLL(JointBERT):
         """See the base class."""
         image_encoder, text_encoder = create_pixel_encoders(config, "medvill", pretrained=pretrained)
         freeze_layers(image_encoder, config.frozen_image_layers)
-        transform = EvalTransform(size=config.image_size, fit=config.fit)
+        transform = EvalTransform(size=config.image_size, fit=config.fit, resize=config.resize)
         return cls(config, image_encoder, text_encoder, transform=transform, tokenizer=tokenizer)
 
     def for_reading(self) -> Self:

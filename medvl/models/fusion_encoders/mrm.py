@@ -9,6 +9,7 @@ import torch
 from medvl.common.checks import check_within
 from medvl.data.tokenizer.tokenizer import Tokenizer
 from medvl.data.transforms.image import EvalTransform
+from medvl.data.transforms.resizing import Kernel
 from medvl.encoders import ImageEncoder, TextEncoder
 from medvl.errors import ConfigError
 from medvl.models.base import EncoderArguments, Parts, complete_rows
@@ -36,6 +37,8 @@ class MRMConfig(MaskedPixelsConfig, RecordWordsConfig, RecordContrastConfig):
     text_arguments: EncoderArguments = dataclasses.field(default_factory=lambda: dict(_BERT))
     fit: Literal["crop", "pad", "squash"] = "crop"
     """How an image is made square for inference (`medvl.data.transforms.image.EvalTransform`)."""
+    resize: Kernel = "area"
+    """Kernel of the resize for inference; imported models have that of their released code."""
     pixel_mean: float = 0.4978
     pixel_std: float = 0.2449
     max_tokens: int = 100
@@ -81,7 +84,7 @@ class MRM(MaskedPixels, RecordWordModel):
             {"pretrained": pretrained, "image_size": config.image_size, **statistics},
             {"pretrained": False, "vocab_size": config.vocab_size},
         )
-        transform = EvalTransform(size=config.image_size, fit=config.fit)
+        transform = EvalTransform(size=config.image_size, fit=config.fit, resize=config.resize)
         return cls(config, *encoders, transform=transform, tokenizer=tokenizer)
 
     def forward(self, batch: Batch) -> Losses:

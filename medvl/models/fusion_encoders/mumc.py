@@ -37,6 +37,8 @@ class MUMCConfig(ALBEFConfig):
 class MUMC(ALBEF):
     """ALBEF's objectives, and contrast of images with images and of texts with texts.
 
+    The teacher moves before it encodes a batch, as ALBEF's; the released MUMC moves it afterwards, one step later.
+
     The published contrastive loss is (i2t + t2i + (i2i + t2t) / 2) / 2: here `itc` is (i2t + t2i) / 2, and `unimodal`,
     of weight 1/2, is (i2i + t2t) / 2. The target of a row of the latter is its own image or text as the teacher encodes
     it, against those of the batch and of the queue; the teacher's distribution is not used. Model and teacher each read

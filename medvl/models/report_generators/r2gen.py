@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from medvl.common.checks import check_choice, check_within
 from medvl.data.tokenizer.tokenizer import Tokenizer
 from medvl.data.transforms.image import EvalTransform
+from medvl.data.transforms.resizing import Kernel
 from medvl.encoders import ImageEncoder, create_image_encoder, parameter_groups
 from medvl.errors import ConfigError
 from medvl.models.base import EncoderArguments, ImageConfig, Parts
@@ -31,6 +32,8 @@ class R2GenConfig(ImageConfig):
     image_arguments: EncoderArguments = dataclasses.field(default_factory=dict)
     image_size: int = 224
     fit: Literal["crop", "pad", "squash"] = "squash"
+    resize: Kernel = "area"
+    """Kernel of the resize for inference; imported models have that of their released code."""
     views: int = 2
     """Images of a study that are read: 1, or 2, which may be missing."""
     width: int = 512
@@ -101,7 +104,7 @@ class R2Gen(ReportGenerator):
         words = config.vocab_size if tokenizer is None or config.vocab_size is not None else tokenizer.vocab_size
         assert words is not None
         config = dataclasses.replace(config, vocab_size=words)
-        transform = EvalTransform(size=config.image_size, fit=config.fit)
+        transform = EvalTransform(size=config.image_size, fit=config.fit, resize=config.resize)
         return cls(config, image_encoder, words, transform=transform, tokenizer=tokenizer)
 
     def image_tokens(self, image: Tensor, other: Tensor | None = None, has_other_B: Tensor | None = None) -> Tokens:

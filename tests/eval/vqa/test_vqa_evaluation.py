@@ -307,6 +307,15 @@ def test_mumc_credits_parts_of_the_right_answer(answer, gold, credit):
     assert get_protocol("mumc").credit(answer, make_question("1", "?", gold)) == credit
 
 
+@pytest.mark.parametrize(
+    ("answer", "gold", "credit"),
+    [("right", "Right lung", 0), ("no", "normal", 0), ("3.5 cm", "35 cm", 1), ("", "CT", 0), ("", "", 0),
+     ("X-ray.", "x ray", 1), ("Right Lung", "right lung ", 1)],
+)  # fmt: skip
+def test_mumc_of_2024_compares_whole_answers(answer, gold, credit):
+    assert get_protocol("mumc_2024").credit(answer, make_question("1", "?", gold)) == credit
+
+
 def test_examples_mark_answers_as_the_protocol_credits_them():
     for name, right in (("mumc", True), ("medvl", False)):
         result = evaluate_answers(DATA, {"3": Prediction("left")}, protocol=name, resamples=0)

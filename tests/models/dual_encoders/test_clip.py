@@ -332,6 +332,12 @@ def test_the_temperature_is_learned_and_clamped(tokenizer: Tokenizer) -> None:
         free.logit_scale.fill_(7.0)
     free(batch)
     assert free.logit_scale.item() == 7.0
+    bounded = small("clip", tokenizer, min_scale=1.0).train()
+    for start, expected in ((-3.0, 0.0), (7.0, math.log(100)), (1.5, 1.5)):
+        with torch.no_grad():
+            bounded.logit_scale.fill_(start)
+        bounded(batch)
+        assert bounded.logit_scale.item() == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("name", ["clip", "siglip"])

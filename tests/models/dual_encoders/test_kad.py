@@ -67,6 +67,34 @@ def test_statements_about_other_findings_are_asked_by_their_names() -> None:
     assert not torch.allclose(expected_ME[0], model.sentence_vectors(["There is clear heart."])[0])
 
 
+def test_the_heat_map_is_the_attention_of_the_last_layer() -> None:
+    """As the released script draws it, averaged over heads; MedKLIP's and MAVL's are the mean over layers."""
+    model, batch = kad().eval(), make_batch()
+    seen: list[torch.Tensor] = []
+    for layer in model.decoder.layers:
+        layer.register_forward_hook(lambda _layer, _inputs, outputs: seen.append(outputs[1]))
+    with torch.no_grad():
+        maps_BP = model.cell_maps(batch.image_BCHW[:2], ["There is pneumothorax.", "There is edema."])
+    first_BQP, last_BQP = seen
+    expected_BP = torch.stack([last_BQP[0, 1], last_BQP[1, 0]])
+    torch.testing.assert_close(maps_BP, expected_BP)
+    assert not torch.allclose(maps_BP, torch.stack([first_BQP[0, 1], first_BQP[1, 0]]))
+    sizes = {"image_encoder": "resnet_tiny", "image_size": 64, "projection_dim": 16, "entities": ENTITIES}
+    small = {"text_encoder": "tiny_bert", "text_arguments": {"num_hidden_layers": 1}, "decoder_layers": 2, "image_arguments": {}}
+    for name in ("medklip", "mavl"):
+        other: Any = medvl.create_model(
+            name, tokenizer=gloria_ranks.tiny_tokenizer(), **sizes, **small, decoder_hidden=24
+        ).eval()
+        seen.clear()
+        for layer in other.decoder.layers:
+            layer.register_forward_hook(lambda _layer, _inputs, outputs: seen.append(outputs[1]))
+        with torch.no_grad():
+            maps_BP = other.cell_maps(batch.image_BCHW[:1], ["There is edema."])
+        queries = slice(0, other.aspects)  # those of the first entity
+        mean_BP = torch.stack(seen).mean(dim=0)[:, queries].mean(dim=1)
+        torch.testing.assert_close(maps_BP, mean_BP)
+
+
 def test_samples_without_an_image_or_a_text_are_left_out() -> None:
     model, batch = kad().eval(), make_batch()
     model(batch)

@@ -131,6 +131,33 @@ def test_the_released_contrast_weighs_an_image_with_three_of_75_entities_a_twelf
     released = -sum((positive_NM * logits_NM.log_softmax(dim)).mean() for dim in (0, 1))
     ours = losses.multi_positive(logits_NM, positive_NM)
     assert (released / ours).item() == pytest.approx(2 * 3 / 75, rel=0.1)
+    torch.testing.assert_close(losses.multi_hot(logits_NM, positive_NM), released)
+
+
+def released_contrast(logits_BL: Tensor, labels_BL: Tensor) -> Tensor:
+    """MAVL's loss of both directions, as its training code has it: means over entities, then over images."""
+    target_BL = (labels_BL == 1).float()
+    rows = (-target_BL * F.log_softmax(logits_BL, dim=-1)).mean(dim=-1).sum() / len(logits_BL)
+    columns = (-target_BL.T * F.log_softmax(logits_BL.T, dim=-1)).mean(dim=-1).sum() / logits_BL.shape[1]
+    return rows + columns
+
+
+def test_multi_hot_targets_have_the_released_contrast_at_the_published_weight() -> None:
+    """Of images with labels; the default differs from it by 75 / (2 P) with P entities, in `contrast_weight`'s words."""
+    model, batch = create(negative_places=None, contrast_targets="multi_hot").eval(), make_batch()
+    found = model(batch)
+    assert model.config.contrast_weight == 0.1
+    rows, images = [0, 1, 3], model.embed_images(batch.image_BCHW)
+    query_QD = F.normalize(model.text_head(model.book.vectors_QD), dim=1)
+    logits = [images.global_NE[rows] @ query_QD[aspect::8].T / 0.07 for aspect in range(8)]
+    expected = torch.stack([released_contrast(each, batch.labels_BL[rows]) for each in logits]).mean()
+    torch.testing.assert_close(found.terms["contrast"], expected)
+    one = torch.eye(75)[:64].bool()
+    logits_NM = torch.randn(64, 75, generator=torch.Generator().manual_seed(0))
+    ratio = losses.multi_positive(logits_NM, one) / losses.multi_hot(logits_NM, one)
+    assert ratio.item() == pytest.approx(75 / 2, rel=0.05)
+    with raises(ConfigError, "unknown_name", "contrast_targets"):
+        create(contrast_targets="sum")
 
 
 @pytest.mark.parametrize("unmentioned", ["absent", "ignored"])

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from medvl.common.checks import check_choice, check_within
+from medvl.data.transforms.resizing import Kernel
 from medvl.encoders import ImageEncoder, TextEncoder, freeze_batch_norm_statistics
 from medvl.errors import ConfigError
 from medvl.losses.gather import rows_by_rank
@@ -34,6 +35,8 @@ class DualEncoderConfig(TowersConfig):
     image_size: int = 224
     fit: Literal["crop", "pad", "squash"] = "crop"
     """How an image is made square for inference (`medvl.data.transforms.image.EvalTransform`)."""
+    resize: Kernel = "area"
+    """Kernel of the resize for inference; imported models have that of their released code."""
     projection_dim: int = 512
     """E, dimension of the shared space."""
     max_tokens: int = 128

@@ -63,4 +63,4 @@ class BertDualEncoder(ContrastiveEncoder):
     @classmethod
     def make_transform(cls, config: Any) -> EvalTransform:
         """Return the preparation of an image for inference."""
-        return EvalTransform(size=config.image_size, fit=config.fit)
+        return EvalTransform(size=config.image_size, fit=config.fit, resize=config.resize)

@@ -105,7 +105,7 @@ class QueryEncoder(TextMaps):
         )
         freeze_layers(text_encoder, "all")
         heads = cls.make_heads(config, image_encoder, text_encoder)
-        transform = EvalTransform(size=config.image_size, fit=config.fit)
+        transform = EvalTransform(size=config.image_size, fit=config.fit, resize=config.resize)
         return cls(config, image_encoder, text_encoder, **heads, transform=transform, tokenizer=tokenizer)
 
     @classmethod

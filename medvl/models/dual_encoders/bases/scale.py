@@ -20,9 +20,13 @@ class ScaleConfig(DualEncoderConfig):
     max_scale: float | None = 100.0
     """Upper bound of the scale, applied before each training step (CLIP, section 2.5); None has no bound."""
 
+    min_scale: float | None = None
+    """Lower bound of the scale, likewise; MedCLIP's is 1."""
+
     def __post_init__(self) -> None:
         super().__post_init__()
         check_within(self, "(0, inf)", "temperature")
+        check_within(self, f"(0, {1 / self.temperature}]", "min_scale")
         check_within(self, f"[{1 / self.temperature}, inf)", "max_scale")
 
 
@@ -44,7 +48,10 @@ class LearnedScale(ContrastiveEncoder):
         return self.logit_scale.exp()
 
     def clamp_scale(self) -> None:
-        """Limit the scale to `max_scale` in place: beyond a clamp in the loss, the scale would have no gradient."""
-        if self.config.max_scale is not None:
+        """Limit the scale to its bounds in place: beyond a clamp in the loss, the scale would have no gradient."""
+        least, most = (
+            None if bound is None else math.log(bound) for bound in (self.config.min_scale, self.config.max_scale)
+        )
+        if least is not None or most is not None:
             with torch.no_grad():
-                self.logit_scale.clamp_(max=math.log(self.config.max_scale))
+                self.logit_scale.clamp_(min=least, max=most)

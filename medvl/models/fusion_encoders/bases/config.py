@@ -5,6 +5,7 @@ from collections.abc import Collection
 from typing import Any, Literal
 
 from medvl.common.checks import check_choice, check_within
+from medvl.data.transforms.resizing import Kernel
 from medvl.errors import ConfigError
 from medvl.models.base import TowersConfig
 from medvl.models.fusion_encoders.parts.attention_masks import ATTENTIONS, Attention
@@ -22,6 +23,8 @@ class FusionConfig(TowersConfig):
     image_size: int = 288
     fit: Literal["crop", "pad", "squash"] = "crop"
     """Method that makes an image square for inference (`medvl.data.transforms.image.EvalTransform`)."""
+    resize: Kernel = "area"
+    """Kernel of the resize for inference; imported models have that of their released code."""
     mlm_probability: float = 0.15
     """Share of words (or tokens, if `whole_words` is off) that are masked."""
     whole_words: bool = True

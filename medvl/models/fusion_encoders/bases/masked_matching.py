@@ -49,7 +49,7 @@ class MaskedMatchingModel(FusionModel):
     def build(cls, config: Any, *, pretrained: bool, tokenizer: Tokenizer | None) -> Self:
         """See the base class."""
         image_encoder, text_encoder = create_encoders(config, pretrained=pretrained)
-        transform = EvalTransform(size=config.image_size, fit=config.fit)
+        transform = EvalTransform(size=config.image_size, fit=config.fit, resize=config.resize)
         return cls(config, image_encoder, text_encoder, transform=transform, tokenizer=tokenizer)
 
     def sample_pairs(self, batch: Batch) -> MatchingPairs:

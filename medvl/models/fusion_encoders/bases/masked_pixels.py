@@ -26,6 +26,8 @@ class MaskedPixelsConfig(PixelDecoderConfig, TowersConfig):
     """Pixels of the encoder's images."""
     target_scale: int = 2
     """The loader's images have this many times `image_size`; patches of them are reconstructed."""
+    shrink_antialias: bool = True
+    """Shrink these images to `image_size` with antialiasing; MRM's released code does not, nor do imported models."""
     mask_ratio: float = 0.75
     decoder_width: int = 768
 
@@ -72,7 +74,7 @@ class MaskedPixels(TwoTowers):
         """Return the features of the kept patches of normalised pixels, at the encoder's resolution."""
         size = (self.config.image_size, self.config.image_size)
         if self.config.target_scale > 1:
-            pixels_BCHW = F.interpolate(pixels_BCHW, size=size, mode="bicubic", antialias=True)
+            pixels_BCHW = F.interpolate(pixels_BCHW, size=size, mode="bicubic", antialias=self.config.shrink_antialias)
         features: ImageFeatures = self.image_encoder(pixels_BCHW, patches.kept_BK, normalized=True)
         return features
 
