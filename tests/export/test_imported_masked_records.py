@@ -78,7 +78,10 @@ def mrm_file(table: Tensor) -> Tensors:
         "bert_encoder.model.cls.predictions.transform.LayerNorm.bias": (WIDTH,),
     }
     file = random_tensors(shapes)
-    head, words_table = "bert_encoder.model.cls.predictions", "bert_encoder.model.bert.embeddings.word_embeddings.weight"
+    head, words_table = (
+        "bert_encoder.model.cls.predictions",
+        "bert_encoder.model.bert.embeddings.word_embeddings.weight",
+    )
     file |= {f"{head}.decoder.weight": file[words_table], f"{head}.decoder.bias": file[f"{head}.bias"]}
     return {**file, "decoder_pos_embed": table[None]}
 

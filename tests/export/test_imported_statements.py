@@ -65,7 +65,9 @@ def radzero_file(words: int, cells: int) -> Tensors:
         "loss_fns.RadZeroLoss.layer_norm.bias": (WIDTH,),
     }
     text = {f"text_model.{key}": tensor for key, tensor in mpnet(words).state_dict().items()}
-    pooler = random_tensors({"text_model.pooler.dense.weight": (WIDTH, WIDTH), "text_model.pooler.dense.bias": (WIDTH,)})
+    pooler = random_tensors(
+        {"text_model.pooler.dense.weight": (WIDTH, WIDTH), "text_model.pooler.dense.bias": (WIDTH,)}
+    )
     counter = {"text_model.embeddings.position_ids": torch.arange(514)[None]}
     temperature = {"loss_fns.RadZeroLoss.loss_temperature": torch.tensor([-2.3])}
     return {**random_tensors(shapes), **text, **pooler, **counter, **temperature}

@@ -1,7 +1,6 @@
 """Key tables of systems that compare statements with the patches of an image: RadZero and CARZero."""
 
 from collections.abc import Mapping
-from typing import Any
 
 from torch import Tensor
 

@@ -71,7 +71,9 @@ class CLIP(LearnedScale):
     def build(cls, config: CLIPConfig, *, pretrained: bool, tokenizer: Tokenizer | None) -> Self:
         """See the base class."""
         encoders = create_clip_encoders(config, pretrained, tokenizer)
-        transform = EvalTransform(size=config.image_size, fit=config.fit, resize=config.resize, stored_size=config.stored_size)
+        transform = EvalTransform(
+            size=config.image_size, fit=config.fit, resize=config.resize, stored_size=config.stored_size
+        )
         heads = create_heads(config, *encoders)
         model = cls(config, *encoders, *heads, transform=transform, tokenizer=tokenizer)
         path = whole_model_file(config) if pretrained else None

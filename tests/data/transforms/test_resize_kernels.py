@@ -1,6 +1,7 @@
 """Kernels of the resize against Pillow's, torch's and torchvision's values, and borders before the resize."""
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -28,7 +29,16 @@ def torch_resize(image: np.ndarray, height: int, width: int, mode: str, antialia
     pixels = torch.from_numpy(np.atleast_3d(image)).permute(2, 0, 1)[None]
     pixels = pixels if antialias else pixels.float()
     resized = F.interpolate(pixels, (height, width), mode=mode, align_corners=False, antialias=antialias)
-    return resized[0].float().permute(1, 2, 0).round().clamp(0, 255).byte().numpy().reshape(height, width, *image.shape[2:])
+    return (
+        resized[0]
+        .float()
+        .permute(1, 2, 0)
+        .round()
+        .clamp(0, 255)
+        .byte()
+        .numpy()
+        .reshape(height, width, *image.shape[2:])
+    )
 
 
 @pytest.mark.parametrize("channels", [1, 3])
@@ -97,7 +107,8 @@ def test_borders_before_the_resize_are_medclips(height: int, width: int) -> None
 
 
 def test_settings_out_of_range_are_refused() -> None:
+    other: Any = "lanczos"
     with raises(ConfigError, "unknown_name", "resize", names="bicubic"):
-        EvalTransform(**{"resize": "lanczos"})
+        EvalTransform(resize=other)
     with raises(ConfigError, "conflict", "pad_first"):
         EvalTransform(fit="crop", pad_first=True)

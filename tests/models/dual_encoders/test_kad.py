@@ -80,7 +80,12 @@ def test_the_heat_map_is_the_attention_of_the_last_layer() -> None:
     torch.testing.assert_close(maps_BP, expected_BP)
     assert not torch.allclose(maps_BP, torch.stack([first_BQP[0, 1], first_BQP[1, 0]]))
     sizes = {"image_encoder": "resnet_tiny", "image_size": 64, "projection_dim": 16, "entities": ENTITIES}
-    small = {"text_encoder": "tiny_bert", "text_arguments": {"num_hidden_layers": 1}, "decoder_layers": 2, "image_arguments": {}}
+    small = {
+        "text_encoder": "tiny_bert",
+        "text_arguments": {"num_hidden_layers": 1},
+        "decoder_layers": 2,
+        "image_arguments": {},
+    }
     for name in ("medklip", "mavl"):
         other: Any = medvl.create_model(
             name, tokenizer=gloria_ranks.tiny_tokenizer(), **sizes, **small, decoder_hidden=24
