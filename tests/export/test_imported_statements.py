@@ -16,8 +16,10 @@ import medvl
 from medvl.cli import main as cli
 from medvl.data.tokenizer.tokenizer import Tokenizer, train_wordpiece
 from medvl.encoders import create_text_encoder
-from medvl.errors import WeightsError
+from medvl.errors import ConfigError, WeightsError
 from medvl.export import import_checkpoint
+from medvl.export.importers.encoders_from_shapes import with_image_processor
+from medvl.models import RadZeroConfig
 
 HEADS = WIDTH // 64
 NEAR = {"atol": 2e-4, "rtol": 1e-3}
@@ -138,6 +140,41 @@ def test_radzero_import_equals_the_released_logits_and_maps(side: int, tmp_path:
         torch.testing.assert_close(model.cell_maps(pixels, [text])[0], scores[0, number], **NEAR)
     report = json.loads((out / "import.json").read_text())
     assert {key.split(".")[1] for key in report["left_out"]} == {"embeddings", "pooler"}
+
+
+PROCESSOR = {"image_mean": [0.5, 0.4, 0.3], "image_std": [0.2, 0.25, 0.3], "resample": 2, "do_center_crop": True}
+
+
+def test_radzero_takes_the_statistics_of_the_image_processor_beside_its_file(tmp_path: Path) -> None:
+    """Without that file they are the processor's defaults, CLIP's, as `import.json` says."""
+    file = radzero_file(60, 256)
+    model: Any = imported(file, "radzero", tmp_path)
+    assert model.image_encoder.mean == pytest.approx((0.48145466, 0.4578275, 0.40821073))
+    assert (model.transform.resize, model.transform.fit) == ("bicubic_antialias", "squash")
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(PROCESSOR))
+    model = imported(file, "radzero", tmp_path)
+    assert model.image_encoder.mean == pytest.approx((0.5, 0.4, 0.3))
+    assert model.image_encoder.std == pytest.approx((0.2, 0.25, 0.3))
+    assert (model.transform.resize, model.transform.fit) == ("bilinear_antialias", "crop")
+
+
+@pytest.mark.parametrize(
+    ("changed", "code"),
+    [
+        ({"image_mean": [0.5]}, "malformed"),
+        ({"image_mean": None}, "malformed"),
+        ({"image_std": ["0.2", "0.2", "0.2"]}, "malformed"),
+        ({"image_std": [0.2, 0.0, 0.2]}, "out_of_range"),
+        ({"resample": 0}, "unsupported"),
+        ("[]", "malformed"),
+        ('{"image_mean": ', "malformed"),
+    ],
+)
+def test_damaged_image_processors_are_refused(changed: Any, code: str, tmp_path: Path) -> None:
+    text = changed if isinstance(changed, str) else json.dumps({**PROCESSOR, **changed})
+    (tmp_path / "preprocessor_config.json").write_text(text)
+    with raises(ConfigError, code, names="preprocessor_config.json"):
+        with_image_processor(RadZeroConfig(), tmp_path)
 
 
 def test_radzero_with_other_parts_is_refused(tmp_path: Path) -> None:

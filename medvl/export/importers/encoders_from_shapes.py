@@ -1,20 +1,26 @@
 """Encoders of the sizes that the tensors of a file have; other arguments come from the importer."""
 
+import dataclasses
 import re
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from torch import nn
 
+from medvl.common.untrusted import read_json
 from medvl.encoders import ImageEncoder, TextEncoder, create_image_encoder, create_text_encoder
 from medvl.encoders.presets import TEXT_PRESETS
-from medvl.errors import WeightsError
+from medvl.errors import ConfigError, WeightsError
 from medvl.export.importers.backbones import IMAGE, TEXT, TEXT_PROJECTION
 from medvl.export.importers.key_map import Shapes
 
 Options = Mapping[str, Any]
 """Arguments of `create_image_encoder` or `create_text_encoder`."""
 
+PROCESSOR_FILE = "preprocessor_config.json"
+_KERNELS = {2: "bilinear_antialias", 3: "bicubic_antialias"}
+"""Pillow's number of a filter -> kernel."""
 _HEAD_WIDTH = 64  # of every published BERT, vision Transformer and CLIP; the files do not contain it
 _RESNETS: Mapping[tuple[bool, tuple[int, ...]], str] = {
     (True, (3, 4, 6, 3)): "resnet50",
@@ -104,6 +110,39 @@ def bert_fields(shapes: Shapes, preset: str) -> dict[str, Any]:
     """Return `encoder_fields` of a system whose text encoder is a BERT, with the size of its vocabulary."""
     fields = encoder_fields(shapes, {}, {"name": preset})
     return {**fields, "vocab_size": shapes[f"{TEXT}embeddings.word_embeddings.weight"][0]}
+
+
+def with_image_processor(config: Any, folder: Path) -> Any:
+    """Return a system's config with the statistics of pixels, the kernel and the fit of the processor in a folder.
+
+    Without the file the config is returned as it is. Raises ConfigError for a file that cannot be read, or of other
+    values.
+    """
+    path = folder / PROCESSOR_FILE
+    try:
+        content = read_json(path, ConfigError)
+    except FileNotFoundError:
+        return config
+    if not isinstance(content, dict):
+        raise ConfigError(f"{path}: expected a JSON object, got {type(content).__name__}", "malformed")
+    image = {**config.image_arguments, "mean": _numbers(content, "image_mean", path)}
+    image["std"] = _numbers(content, "image_std", path)
+    if min(image["std"]) <= 0:
+        raise ConfigError(f"{path}: expected image_std above 0, got {list(image['std'])}", "out_of_range")
+    resample = content.get("resample", 3)
+    if resample not in _KERNELS:
+        message = f"{path}: expected resample 2 (bilinear) or 3 (bicubic), got {resample!r}"
+        raise ConfigError(message, "unsupported")
+    fit = "crop" if content.get("do_center_crop") is True else "squash"
+    return dataclasses.replace(config, image_arguments=image, resize=_KERNELS[resample], fit=fit)
+
+
+def _numbers(content: dict[str, Any], name: str, path: Path) -> tuple[float, ...]:
+    values = content.get(name)
+    listed = isinstance(values, list) and len(values) == 3
+    if not listed or not all(isinstance(value, int | float) and not isinstance(value, bool) for value in values):
+        raise ConfigError(f"{path}: expected {name} of three numbers, got {values!r}", "malformed")
+    return tuple(float(value) for value in values)
 
 
 def count(shapes: Shapes, prefix: str) -> int:

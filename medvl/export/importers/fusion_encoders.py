@@ -1,7 +1,10 @@
 """Key tables of fusion-encoders that medvl has."""
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any
+
+from torch import Tensor
 
 from medvl.export.importers.backbones import (
     TEXT,
@@ -21,15 +24,39 @@ from medvl.export.importers.encoders_from_shapes import (
     text_arguments,
 )
 from medvl.export.importers.importer import Importer
-from medvl.export.importers.key_map import KeyRule, Shapes, drop, keep, same
-from medvl.export.importers.positions import DECODER_POSITIONS, keep_decoder_positions
+from medvl.export.importers.key_map import KeyRule, MappedTensors, Shapes, drop, is_close, keep, same
 from medvl.models.fusion_encoders.lxmert import LXMERTConfig
 from medvl.models.fusion_encoders.m3ae import M3AEConfig
 from medvl.models.fusion_encoders.medvill import MedViLLConfig
+from medvl.models.fusion_encoders.parts.heads import sinusoids
 from medvl.models.fusion_encoders.ptunifier import PTUnifierConfig
 from medvl.models.fusion_encoders.streams import DualStreamConfig
 from medvl.models.fusion_encoders.vilt import ViLTConfig
 from medvl.models.fusion_encoders.visualbert import VisualBERTConfig
+
+DECODER_POSITIONS = "mim_head.positions_ND"
+
+
+def keep_decoder_positions(config: Any, mapped: MappedTensors) -> tuple[Any, MappedTensors]:
+    """Return the config and the tensors with the file's positions of the pixel decoder, unless they are MAE's.
+
+    MRM's released code takes frequencies from 1 down to 0.1 only, M3AE's those of MAE, down to 1 / 10,000.
+    """
+    table_ND = mapped.tensors.get(DECODER_POSITIONS)
+    if table_ND is None or not _is_mae(table_ND):
+        return dataclasses.replace(config, stored_positions=table_ND is not None), mapped
+    tensors = {name: tensor for name, tensor in mapped.tensors.items() if name != DECODER_POSITIONS}
+    why = "equal to MAE's sines and cosines, which medvl computes"
+    left_out = {**mapped.left_out, **dict.fromkeys(mapped.sources[DECODER_POSITIONS], why)}
+    sources = {name: keys for name, keys in mapped.sources.items() if name != DECODER_POSITIONS}
+    return config, dataclasses.replace(mapped, tensors=tensors, sources=sources, left_out=left_out)
+
+
+def _is_mae(table_ND: Tensor) -> bool:
+    if table_ND.ndim != 2 or table_ND.shape[1] % 4:
+        return False
+    side = round(max(len(table_ND) - 1, 0) ** 0.5)
+    return is_close(table_ND, sinusoids((side, side), table_ND.shape[1]))
 
 
 def bert_attention(source: str, target: str) -> list[KeyRule]:

@@ -17,7 +17,7 @@ from medvl.common.untrusted import parse_json
 from medvl.data.tokenizer.tokenizer import Tokenizer, load_tokenizer
 from medvl.encoders import ImageEncoder, TextEncoder, create_image_encoder, create_text_encoder
 from medvl.errors import CheckpointError, ConfigError, WeightsError
-from medvl.export.importers.encoders_from_shapes import Encoders, build_encoders
+from medvl.export.importers.encoders_from_shapes import Encoders, build_encoders, with_image_processor
 from medvl.export.importers.importer import Importer
 from medvl.export.importers.key_map import MappedTensors, to_medvl, without_wrapper
 from medvl.export.importers.registry import find_importer, list_importers, matching_importers
@@ -94,7 +94,8 @@ def import_checkpoint(
     files = [path] if text_file is None else [path, Path(text_file)]
     contents = [read_checkpoint(each, importer.parts) for each in files]
     tensors = {key: tensor for content in contents for key, tensor in without_wrapper(content.tensors).items()}
-    model, mapped, zeros = match_checkpoint(tensors, importer, " and ".join(map(str, files)), tokenizer, entities)
+    source = " and ".join(map(str, files))
+    model, mapped, zeros = match_checkpoint(tensors, importer, source, tokenizer, entities, path.parent)
     state = model.state_dict()
     zero = {name: torch.zeros_like(state[name]) for name in zeros}
     model.load_state_dict({**state, **mapped.tensors, **zero})
@@ -137,10 +138,11 @@ def match_checkpoint(
     source: str,
     tokenizer: Tokenizer | Path | str | None = None,
     entities: Path | str | None = None,
+    folder: Path | None = None,
 ) -> tuple[System | Encoders, MappedTensors, dict[str, str]]:
     """Return the model (random weights), the file's tensors by its names, and the tensors to zero with the reason.
 
-    All names and shapes are compared. Works on the meta device.
+    All names and shapes are compared. Works on the meta device. `folder` may have the file of an image processor.
 
     Raises:
         ConfigError, WeightsError: as `import_checkpoint`.
@@ -152,7 +154,7 @@ def match_checkpoint(
     limit = AllocationLimit(elements, WeightsError("its sizes need far more weights than it has", "mismatch"))
     try:
         with limit:
-            model, mapped = _build(importer, mapped, tokenizer, entities)
+            model, mapped = _build(importer, mapped, tokenizer, entities, folder)
     except (WeightsError, KeyError) as error:  # the tensors that determine the sizes are missing, or claim too much
         problems = [*mapped.problems, f"missing {error}" if isinstance(error, KeyError) else str(error)]
         raise _mismatch(tensors, importer, source, problems) from None
@@ -179,6 +181,7 @@ def _build(
     mapped: MappedTensors,
     tokenizer: Tokenizer | Path | str | None,
     entities: Path | str | None,
+    folder: Path | None,
 ) -> tuple[System | Encoders, MappedTensors]:
     """Return the model, and the tensors with those of its file of entities."""
     if importer.system is None:
@@ -187,6 +190,8 @@ def _build(
             raise ConfigError(message, "conflict", field="tokenizer")
         return build_encoders(mapped.shapes, importer.image, importer.text), mapped
     config = dataclasses.replace(importer.system(mapped.shapes), **importer.images)
+    if importer.has_processor and folder is not None:
+        config = with_image_processor(config, folder)
     if importer.settle is not None:
         config, mapped = importer.settle(config, mapped)
     if importer.entities is not None and entities is not None:

@@ -55,6 +55,9 @@ class Importer:
     """Argument of `load_tokenizer` for tokenizers that an installed package contains."""
     images: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     """Fields of the system's config for the released preparation of images, where they differ from its defaults."""
+    has_processor: bool = False
+    """Whether its files come with an image processor (`preprocessor_config.json`), which is read if it is beside them.
+    """
     cleaning: Cleaning | None = None
     """How the released code cleans texts before its tokenizer; None: not at all."""
     closing: bool = True

@@ -17,13 +17,13 @@ from medvl.export.importers.encoders_from_shapes import attention_heads
 from medvl.export.importers.fusion_encoders import (
     bert_attention,
     bert_feed_forward,
+    keep_decoder_positions,
     m3ae_fields,
     m3ae_streams,
     pixel_decoder,
 )
 from medvl.export.importers.importer import EntityFile, Importer
 from medvl.export.importers.key_map import KeyRule, Shapes, drop, keep, same
-from medvl.export.importers.positions import keep_decoder_positions
 from medvl.models.fusion_encoders.arl import ARLConfig
 from medvl.models.fusion_encoders.parts.knowledge import GraphSizes
 

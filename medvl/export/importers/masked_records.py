@@ -2,9 +2,9 @@
 
 from medvl.export.importers.backbones import TEXT, bert, tied_word_head, vision_transformer
 from medvl.export.importers.encoders_from_shapes import bert_fields, count
+from medvl.export.importers.fusion_encoders import DECODER_POSITIONS, keep_decoder_positions
 from medvl.export.importers.importer import Importer
 from medvl.export.importers.key_map import Shapes, keep
-from medvl.export.importers.positions import DECODER_POSITIONS, keep_decoder_positions
 from medvl.models.fusion_encoders.mrm import MRMConfig
 
 _BERT = "bert_encoder.model."

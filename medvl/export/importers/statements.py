@@ -64,8 +64,10 @@ _RADZERO = Importer(
     images={"resize": "bicubic_antialias"},
     system=_radzero,
     computed=_at_radzero_size,
-    note="The file does not contain the statistics of its pixels: they are taken to be CLIP's, the default of the "
-    "image processor that the released code calls. Models trained at 224 pixels are imported for 518.",
+    has_processor=True,
+    note="The statistics of its pixels and the kernel of its resize are those of `preprocessor_config.json` beside the "
+    "file; without it, CLIP's and bicubic, the defaults of the image processor that the released code calls. Models "
+    "trained at 224 pixels are imported for 518.",
 )
 
 

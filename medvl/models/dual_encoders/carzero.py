@@ -27,7 +27,7 @@ class CARZeroConfig(QueryDecoderConfig, LocalDualConfig):
 
     The published text encoder is BioBERT, trained further on reports, and the image encoder is a ViT-B/16 of a masked
     record model (`image_weights`). The released code removes case and punctuation of texts, and attends to [SEP] and to
-    padding, which moves scores by a tenth to a third of their spread.
+    padding, which moves scores by a tenth to a third of their spread: so do imported models (`padded_memory`).
     """
 
     image_encoder: str = "vit_b16"
