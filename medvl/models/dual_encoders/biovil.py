@@ -79,7 +79,8 @@ class BioViL(TextTaskEncoder):
     @classmethod
     def make_transform(cls, config: Any) -> EvalTransform:
         """See the base class."""
-        return EvalTransform(size=config.image_size, fit=config.fit, resize=config.resize, margin=config.margin)
+        transform: EvalTransform = config.transform(margin=config.margin)
+        return transform
 
     def unnormalized_image(self, image_BCHW: Tensor) -> Tensor:
         """See the base class."""

@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from medvl.encoders import ImageEncoder, TextEncoder
@@ -13,7 +12,8 @@ from medvl.losses.gather import gather
 from medvl.losses.local.statements import statement_contrast
 from medvl.losses.pairs.positives import same_pairs
 from medvl.models.dual_encoders.bases.base import Positives
-from medvl.models.dual_encoders.bases.local import LocalDualConfig, LocalDualEncoder, local_features
+from medvl.models.dual_encoders.bases.local import LocalDualConfig, local_features
+from medvl.models.dual_encoders.bases.padded_words import PaddedWords, PaddedWordsConfig
 from medvl.models.dual_encoders.bases.pairs import Pairs
 from medvl.models.dual_encoders.parts.pair_scores import pair_scores, score_head, unnormalized, with_global
 from medvl.models.dual_encoders.parts.query_decoder import QueryDecoder, QueryDecoderConfig
@@ -22,12 +22,12 @@ from medvl.schema import Embeddings, Losses
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class CARZeroConfig(QueryDecoderConfig, LocalDualConfig):
+class CARZeroConfig(QueryDecoderConfig, PaddedWordsConfig):
     """Settings of the paper and the released code.
 
     The published text encoder is BioBERT, trained further on reports, and the image encoder is a ViT-B/16 of a masked
-    record model (`image_weights`). The released code removes case and punctuation of texts, and attends to [SEP] and to
-    padding, which moves scores by a tenth to a third of their spread: so do imported models (`padded_memory`).
+    record model (`image_weights`). The released code, like imported models, removes case and punctuation of texts, and
+    attends to [SEP] and padding (`padded_memory`), which moves scores by a tenth to a third of their spread.
     """
 
     image_encoder: str = "vit_b16"
@@ -41,9 +41,6 @@ class CARZeroConfig(QueryDecoderConfig, LocalDualConfig):
     max_tokens: int = 97
     head_dims: tuple[int, ...] = (1024, 512, 256)
     """Hidden widths of the head that makes a score of a query; none: one linear layer, the paper's variant."""
-    padded_memory: bool = False
-    """Let images read [SEP] and the padding of texts up to `max_tokens`, as the released code does: set for imported
-    models, whose scores depend on it."""
     positives: Positives = "text"
     """"own", as published, makes "There is no pleural effusion." of one study a negative of another one."""
 
@@ -53,7 +50,7 @@ class CARZeroConfig(QueryDecoderConfig, LocalDualConfig):
 
 
 @register_system("carzero")
-class CARZero(LocalDualEncoder):
+class CARZero(PaddedWords):
     """A decoder reads the regions of an image for a statement, and the words of a statement for an image (section 3).
 
     Both directions have a score, without a temperature; each is compared over images and over statements, and the loss
@@ -79,15 +76,6 @@ class CARZero(LocalDualEncoder):
         decoder = QueryDecoder(config.projection_dim, config, self_attention=False, shared_norm=True)
         config.init_modules(score := score_head(config.projection_dim, config.head_dims, config.dropout))
         return {**heads, "decoder": decoder, "score": score}
-
-    def embed_ids(self, ids_BT: Tensor, mask_BT: Tensor) -> Embeddings:
-        """See the base class."""
-        if not self.config.padded_memory:
-            return super().embed_ids(ids_BT, mask_BT)
-        texts = self.embed_slots(ids_BT, mask_BT, self.word_slots(ids_BT, mask_BT, last_token=True))
-        words_NWE, _ = local_features(texts)
-        padded_NWE = F.pad(words_NWE, (0, 0, 0, self.config.max_tokens - words_NWE.shape[1]))
-        return Embeddings(texts.global_NE, padded_NWE, torch.ones_like(padded_NWE[..., 0], dtype=torch.bool))
 
     def score_pairs(self, memory: Embeddings, query_ME: Tensor, chunk: int | None = None) -> Tensor:
         """Return (N, M) float32: the score of each query with the vector and the local features of each row.
@@ -128,5 +116,4 @@ class CARZero(LocalDualEncoder):
         """See the base class: the decoder's attention of each text's vector."""
         images, texts_BE = self.embed_images(image_BCHW), self.embed_texts(texts).global_NE
         memory_BKE, mask_BK = with_global(images.global_NE, *local_features(images))
-        _, attention_B1K = self.decoder.with_attention(unnormalized(texts_BE)[:, None], memory_BKE, mask_BK)
-        return attention_B1K[:, 0, 1:]
+        return self.decoder.with_attention(unnormalized(texts_BE)[:, None], memory_BKE, mask_BK)[1][:, 0, 1:]

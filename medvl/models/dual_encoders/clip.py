@@ -10,7 +10,6 @@ from torch import Tensor
 from medvl import losses
 from medvl.common.checks import check_within
 from medvl.data.tokenizer.tokenizer import Tokenizer
-from medvl.data.transforms.image import EvalTransform
 from medvl.encoders.pretrained import read_tensors
 from medvl.errors import ConfigError, WeightsError
 from medvl.models.dual_encoders.bases.base import Positives
@@ -71,9 +70,7 @@ class CLIP(LearnedScale):
     def build(cls, config: CLIPConfig, *, pretrained: bool, tokenizer: Tokenizer | None) -> Self:
         """See the base class."""
         encoders = create_clip_encoders(config, pretrained, tokenizer)
-        transform = EvalTransform(
-            size=config.image_size, fit=config.fit, resize=config.resize, stored_size=config.stored_size
-        )
+        transform = config.transform(stored_size=config.stored_size)
         heads = create_heads(config, *encoders)
         model = cls(config, *encoders, *heads, transform=transform, tokenizer=tokenizer)
         path = whole_model_file(config) if pretrained else None

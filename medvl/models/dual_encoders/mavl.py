@@ -25,8 +25,7 @@ from medvl.schema import Batch, Embeddings
 class MAVLConfig(MedKLIPConfig):
     """Settings of the paper and the released code, with entities and places as in `MedKLIPConfig`.
 
-    Published are 75 entities with a definition and seven aspects from a language model; here `describe_aspects` has
-    the aspects of the label columns.
+    Published are 75 entities, whose aspects are a language model's; `describe_aspects` has those of the label columns.
     """
 
     aspects: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
@@ -37,11 +36,10 @@ class MAVLConfig(MedKLIPConfig):
     temperature: float = 0.07
     """Initial temperature of each aspect's contrast; the logarithms of the inverse temperatures are learned."""
     contrast_targets: Literal["equal_shares", "multi_hot"] = "equal_shares"
-    """Targets of the contrast: "multi_hot", 1 for every present entity, as the released code has them, so that an image
-    with ten entities weighs eight times one with a single one; or "equal_shares", which sum to 1."""
+    """Targets of the contrast: shares that sum to 1, or "multi_hot", 1 for every present entity, as released."""
     contrast_weight: float = 0.1
-    """The published weight, which is for "multi_hot", whose mean is over images and entities. With equal shares the
-    contrast is 75 / (2 * P) times as strong, 37 times with one of 75 entities present (P) and 4 times with ten."""
+    """The published weight, which is for "multi_hot", whose mean is over images and entities. Equal shares make the
+    contrast 75 / (2 * P) times as strong, 37 times with one of 75 entities present (P) and 4 times with ten."""
     unmentioned: Literal["absent", "ignored"] = "absent"
     """Entities that the report does not mention, in the contrast: negatives, as published, or left out as in the
     cross-entropy of presence."""
@@ -63,10 +61,9 @@ class MAVLConfig(MedKLIPConfig):
 class MAVL(MedKLIP):
     """MedKLIP's losses on eight queries per entity, and a contrast of images with each aspect of their entities.
 
-    The contrast's targets are the present entities of an image and the images of an entity; images without one have
-    none. The convolution over an entity's aspects is the same function as the linear layer here. The dropout
-    behind the decoder drops single numbers here, and whole states in the released code. A heat map is the mean over all
-    aspects and layers; the released script for grounding leaves half of the aspects out.
+    The contrast's targets are the present entities of an image and the images of an entity. The convolution over an
+    entity's aspects is the same function as the linear layer here. The dropout behind the decoder drops single numbers
+    here, and whole states in the released code. A heat map is the mean over all aspects, half of them as released.
     """
 
     Config = MAVLConfig
@@ -116,9 +113,7 @@ class MAVL(MedKLIP):
         silent_NL = ~((labels_NL == 0) | (labels_NL == 1))
         if self.config.unmentioned == "absent":  # except for rows without an image or without any label
             silent_NL = labels_NL.isnan().all(dim=1, keepdim=True).expand_as(labels_NL)
-        contrast_of = multi_hot if self.config.contrast_targets == "multi_hot" else multi_positive
-        contrast = contrast_of(logits_ANL, labels_NL == 1, silent_NL)
-        return {
-            **super().more_terms(batch, images, states_BQD, labels_BL),
-            "contrast": (contrast, self.config.contrast_weight),
-        }
+        loss = multi_hot if self.config.contrast_targets == "multi_hot" else multi_positive
+        contrast = loss(logits_ANL, labels_NL == 1, silent_NL)
+        terms = super().more_terms(batch, images, states_BQD, labels_BL)
+        return {**terms, "contrast": (contrast, self.config.contrast_weight)}

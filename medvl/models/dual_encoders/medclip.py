@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 
 from medvl.common.checks import check_choice, check_within
-from medvl.data.transforms.image import EvalTransform
 from medvl.encoders import ImageEncoder, TextEncoder, freeze_batch_norm_statistics
 from medvl.losses.pairs.soft_targets import LabelSimilarity, label_similarity, soft_targets
 from medvl.models.dual_encoders.bases.bert import BertDualConfig, BertDualEncoder
@@ -28,8 +27,6 @@ class MedCLIPConfig(BertDualConfig, ScaleConfig):
     """
 
     fit: Literal["crop", "pad", "squash"] = "pad"
-    pad_first: bool = False
-    """Add the borders of an image before it is resized, as the released code does: set for imported models."""
     pixel_mean: float | None = 0.5862785803043838
     """Mean of the pixels, in 0..1; None keeps the image encoder's."""
     pixel_std: float | None = 0.27950088968644304
@@ -55,8 +52,7 @@ class MedCLIP(LearnedScale, BertDualEncoder):
     """Semantic matching: all images of the global batch against all its texts (section 3.3, equations 3 to 6).
 
     Targets are the softmax of the similarity of the labels of an image and a text (`Batch.labels_BL`), whether or not
-    they belong together. Rows without an image, or without a text, count with
-    the side that they have.
+    they belong together. Rows without an image, or without a text, count with the side that they have.
 
     The loss is the mean over a text and another one of the same sample (`Inputs.second_text`). The released code makes
     that one by random edits of the words; here it is a second draw of the recipe's text policy, where there is one.
@@ -68,11 +64,6 @@ class MedCLIP(LearnedScale, BertDualEncoder):
     def __init__(self, config: MedCLIPConfig, *args: Any, **kwargs: Any) -> None:
         super().__init__(config, *args, **kwargs)
         self.inputs = Inputs(second_text=config.two_texts, labels=True)
-
-    @classmethod
-    def make_transform(cls, config: MedCLIPConfig) -> EvalTransform:
-        """See the base class."""
-        return dataclasses.replace(super().make_transform(config), pad_first=config.pad_first)
 
     @classmethod
     def encoder_arguments(cls, config: MedCLIPConfig) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
@@ -105,8 +96,7 @@ class MedCLIP(LearnedScale, BertDualEncoder):
         assert pairs.labels_BL is not None, "the base class adds the labels of the batch"
         images, scale, kind, terms = pairs.images, self.scale(), self.config.label_similarity, []
         sides = (pairs.texts, *pairs.others.values())
-        # Positive labels alone in the paper; uncertain ones are -1 in the released product.
-        label_BL = (pairs.labels_BL == POSITIVE).float() if kind == "cosine" else pairs.labels_BL
+        label_BL = (pairs.labels_BL == POSITIVE).float() if kind == "cosine" else pairs.labels_BL  # as published
         for texts in sides:
             targets_NM = label_similarity(label_BL[images.pair_N], label_BL[texts.pair_N], kind)
             terms.append(soft_targets(images.global_NE, texts.global_NE, targets_NM, scale))
@@ -120,9 +110,8 @@ class MedCLIP(LearnedScale, BertDualEncoder):
         enter batch norms.
         """
         if has_B is None:
-            return dataclasses.replace(
-                embed(*inputs_B), pair_N=torch.arange(len(inputs_B[0]), device=inputs_B[0].device)
-            )
+            row_B = torch.arange(len(inputs_B[0]), device=inputs_B[0].device)
+            return dataclasses.replace(embed(*inputs_B), pair_N=row_B)
         row_K = has_B.nonzero().squeeze(1)
         encoded = row_K if len(row_K) else row_K.new_zeros(2)
         with contextlib.nullcontext() if len(row_K) else freeze_batch_norm_statistics(self):

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from medvl.common.checks import check_choice, check_within
+from medvl.data.transforms.image import EvalTransform
 from medvl.data.transforms.resizing import Kernel
 from medvl.encoders import ImageEncoder, TextEncoder, freeze_batch_norm_statistics
 from medvl.errors import ConfigError
@@ -37,6 +38,8 @@ class DualEncoderConfig(TowersConfig):
     """How an image is made square for inference (`medvl.data.transforms.image.EvalTransform`)."""
     resize: Kernel = "area"
     """Kernel of the resize for inference; imported models have that of their released code."""
+    pad_first: bool = False
+    """Add the borders of an image before its resize, for "pad" alone: as the released code of MedCLIP does."""
     projection_dim: int = 512
     """E, dimension of the shared space."""
     max_tokens: int = 128
@@ -46,6 +49,12 @@ class DualEncoderConfig(TowersConfig):
     def __post_init__(self) -> None:
         check_within(self, "[1, inf)", "projection_dim")
         check_choice(getattr(self, "positives", "own"), get_args(Positives), "positives")
+
+    def transform(self, **settings: Any) -> EvalTransform:
+        """Return the preparation of an image for inference, with further settings of `EvalTransform`."""
+        return EvalTransform(
+            size=self.image_size, fit=self.fit, resize=self.resize, pad_first=self.pad_first, **settings
+        )
 
 
 class DualEncoder(TwoTowers):

@@ -63,4 +63,5 @@ class BertDualEncoder(ContrastiveEncoder):
     @classmethod
     def make_transform(cls, config: Any) -> EvalTransform:
         """Return the preparation of an image for inference."""
-        return EvalTransform(size=config.image_size, fit=config.fit, resize=config.resize)
+        transform: EvalTransform = config.transform()
+        return transform

@@ -102,7 +102,7 @@ class LocalDualEncoder(TextMaps, BertDualEncoder):
     @classmethod
     def make_transform(cls, config: LocalDualConfig) -> EvalTransform:
         """See the base class."""
-        return EvalTransform(size=config.image_size, fit=config.fit, resize=config.resize, margin=config.margin)
+        return config.transform(margin=config.margin)
 
     @abc.abstractmethod
     def attend(self, regions_BPE: Tensor, words_BWE: Tensor, mask_BW: Tensor) -> Tensor:

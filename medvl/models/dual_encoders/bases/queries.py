@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from medvl.data.reports.entities import describe
 from medvl.data.reports.statements import statement
 from medvl.data.tokenizer.tokenizer import Tokenizer
-from medvl.data.transforms.image import EvalTransform
 from medvl.encoders import ImageEncoder, TextEncoder, freeze_batch_norm_statistics, freeze_layers
 from medvl.errors import ConfigError
 from medvl.losses.gather import mean_over_ranks
@@ -105,8 +104,8 @@ class QueryEncoder(TextMaps):
         )
         freeze_layers(text_encoder, "all")
         heads = cls.make_heads(config, image_encoder, text_encoder)
-        transform = EvalTransform(size=config.image_size, fit=config.fit, resize=config.resize)
-        return cls(config, image_encoder, text_encoder, **heads, transform=transform, tokenizer=tokenizer)
+        parts: Any = {"transform": config.transform(), "tokenizer": tokenizer}
+        return cls(config, image_encoder, text_encoder, **heads, **parts)
 
     @classmethod
     def encoder_arguments(cls, config: Any) -> tuple[Mapping[str, Any], Mapping[str, Any]]:

@@ -19,7 +19,6 @@ class ScaleConfig(DualEncoderConfig):
     """Initial temperature; the logarithm of its inverse, the scale, is learned."""
     max_scale: float | None = 100.0
     """Upper bound of the scale, applied before each training step (CLIP, section 2.5); None has no bound."""
-
     min_scale: float | None = None
     """Lower bound of the scale, likewise; MedCLIP's is 1."""
 
