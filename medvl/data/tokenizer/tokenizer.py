@@ -267,7 +267,8 @@ class Tokenizer:
         )
 
     def _name(self, number: int) -> str:
-        token: str = self._backend.id_to_token(number)
+        token: str | None = self._backend.id_to_token(number)
+        assert token is not None, "a special token of this vocabulary"
         return token
 
     def _id(self, token: str) -> int:

@@ -211,9 +211,8 @@ class EvalTransform:
             return scaled_height, scaled_width, -round((scaled_height - size) / 2), -round((scaled_width - size) / 2)
         if self.pad_first:  # a square of `side`, with the image in its middle
             side = max(height, width, size)
-            scaled_height, scaled_width = height * size / side, width * size / side
             top, left = (side - height) // 2 * size / side, (side - width) // 2 * size / side
-            return scaled_height, scaled_width, top, left
+            return height * size / side, width * size / side, top, left
         side = max(height, width)  # the shorter side is cut off to whole pixels, as by GLoRIA and CheXzero
         scaled_height, scaled_width = (
             size if length == side else max(1, int(length * (size / side))) for length in (height, width)

@@ -130,7 +130,7 @@ def with_image_processor(config: Any, folder: Path) -> Any:
     if min(image["std"]) <= 0:
         raise ConfigError(f"{path}: expected image_std above 0, got {list(image['std'])}", "out_of_range")
     resample = content.get("resample", 3)
-    if resample not in _KERNELS:
+    if not isinstance(resample, int) or resample not in _KERNELS:
         message = f"{path}: expected resample 2 (bilinear) or 3 (bicubic), got {resample!r}"
         raise ConfigError(message, "unsupported")
     fit = "crop" if content.get("do_center_crop") is True else "squash"
@@ -138,11 +138,12 @@ def with_image_processor(config: Any, folder: Path) -> Any:
 
 
 def _numbers(content: dict[str, Any], name: str, path: Path) -> tuple[float, ...]:
-    values = content.get(name)
-    listed = isinstance(values, list) and len(values) == 3
-    if not listed or not all(isinstance(value, int | float) and not isinstance(value, bool) for value in values):
-        raise ConfigError(f"{path}: expected {name} of three numbers, got {values!r}", "malformed")
-    return tuple(float(value) for value in values)
+    content_values = content.get(name)
+    values = content_values if isinstance(content_values, list) else []
+    numbers = tuple(float(value) for value in values if isinstance(value, int | float) and not isinstance(value, bool))
+    if len(values) != 3 or len(numbers) != 3:
+        raise ConfigError(f"{path}: expected {name} of three numbers, got {content_values!r}", "malformed")
+    return numbers
 
 
 def count(shapes: Shapes, prefix: str) -> int:
