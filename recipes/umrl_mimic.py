@@ -65,7 +65,9 @@ tiny = Recipe(
     image_from=Path("quickstart/convirt/best"),
     data=dataclasses.replace(quickstart.DATA, image=EvalTransform(size=112, fit="squash")),
     optim=OptimConfig(optimizer="adam", lr=3e-3),
-    train=dataclasses.replace(quickstart.TRAIN, run_dir=Path("quickstart/umrl"), epochs=8),
+    train=dataclasses.replace(
+        quickstart.TRAIN, run_dir=Path("quickstart/umrl"), epochs=8, scale_below=8 * quickstart.SCALED
+    ),
 )
 
 PRESETS = {"paper": paper, "tiny": tiny}

@@ -38,7 +38,7 @@ def resolved_settings(
         data["image"] = ConVIRTAugmentation.weak(scale * (size if isinstance(size, int) else size[0]))
     optim: dict[str, Any] = {}
     if budget.steps is not None:
-        train |= {"epochs": None, "steps": budget.steps}
+        train |= {"epochs": None, "steps": budget.steps, "scale_below": None}
         warmup = min(getattr(settings.optim.schedule, "warmup_steps", 0), 100, budget.steps // 4)
         optim["schedule"] = dataclasses.replace(settings.optim.schedule, warmup_steps=warmup)
     if budget.batch is not None:

@@ -211,7 +211,7 @@ def _questions(trained: Trained) -> Any:
     if steps is not None:
         schedule = preset.optim.schedule
         optim["schedule"] = dataclasses.replace(schedule, warmup_steps=min(schedule.warmup_steps, 100, steps // 4))
-        train |= {"epochs": None, "steps": steps}
+        train |= {"epochs": None, "steps": steps, "scale_below": None}
         if budget.weights == "last":
             train["validate_every"] = steps
     if budget.batch is not None:

@@ -6,7 +6,7 @@
 
 import dataclasses
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Self
 
 from medvl.common.checks import check_choice, check_within
 from medvl.errors import ConfigError
@@ -145,6 +145,9 @@ class TrainConfig:
     """Passes over the training data; None for a run of `steps`."""
     steps: int | None = None
     """Updates of the weights; None for a run of `epochs`."""
+    scale_below: int | None = None
+    """Number of steps for which warm-up, `validate_every` and `checkpoint_every` are meant: a run of fewer steps, on
+    little data, shortens them in proportion. None: as they are given."""
     global_batch: int
     """Pairs of one update over all ranks and micro-batches."""
     accumulate: int = 1
@@ -220,7 +223,7 @@ class TrainConfig:
         if self.epochs is None and self.steps is None:
             raise ConfigError("epochs and steps are both unset; give at least one", "missing", field="epochs")
         check_within(self, "[1, inf)", "epochs", "steps", "global_batch", "accumulate", "grad_cache", "num_threads")
-        check_within(self, "[1, inf)", "early_stop_patience", "keep_last", "log_every")
+        check_within(self, "[1, inf)", "early_stop_patience", "keep_last", "log_every", "scale_below")
         every = [name for name in ("validate_every", "checkpoint_every") if getattr(self, name) != "epoch"]
         check_within(self, "[1, inf)", *every)
         check_within(self, "[0, inf)", "seed", "nonfinite_budget", "rollbacks")
@@ -256,6 +259,22 @@ class TrainConfig:
     def micro_batch(self) -> int:
         """Pairs of one micro-batch over all ranks, for opening the train loader."""
         return self.global_batch // self.accumulate
+
+    def scaled(self, optim: OptimConfig, total_steps: int) -> tuple[OptimConfig, Self]:
+        """Return optimiser and settings of a run of so many steps: as they are, unless `scale_below` shortens them."""
+        meant = self.scale_below
+        if meant is None or total_steps >= meant:
+            return optim, self
+
+        def shorter(every: Interval) -> Interval:
+            return every if every == "epoch" else max(1, every * total_steps // meant)
+
+        warmup = optim.schedule.warmup_steps * total_steps // meant
+        schedule = dataclasses.replace(optim.schedule, warmup_steps=warmup)
+        train = dataclasses.replace(
+            self, validate_every=shorter(self.validate_every), checkpoint_every=shorter(self.checkpoint_every)
+        )
+        return dataclasses.replace(optim, schedule=schedule), train
 
     def total_steps(self, steps_per_epoch: int) -> int:
         """Return the updates until the end of the run: of `steps` or `epochs`, whichever comes first."""

@@ -26,9 +26,14 @@ impressions carry more information per step than single sentences, and a strong 
 OPTIM = OptimConfig(optimizer="adamw", lr=1e-3, weight_decay=0.05, clip_norm=1.0, schedule=Cosine(warmup_steps=100))
 """Optimiser and schedule for small encoders from scratch."""
 
+SCALED = 75
+"""Steps of an epoch, a few fewer than those of the quickstart, below which the warm-up and the intervals of these
+presets are shortened: on other data, of a few hundred images."""
+
 TRAIN = TrainConfig(
     run_dir=Path("quickstart/run"),
     epochs=14,
+    scale_below=1000,
     global_batch=64,
     precision="bf16",
     channels_last=True,
@@ -145,7 +150,7 @@ def zero_shot_from_convirt(
         scratch,
         init_from=_CONVIRT,
         optim=dataclasses.replace(OPTIM, lr=6e-4),
-        train=dataclasses.replace(scratch.train, epochs=12),
+        train=dataclasses.replace(scratch.train, epochs=12, scale_below=12 * SCALED),
     )
 
 
@@ -158,6 +163,7 @@ def fusion_recipe(name: str, model: ImageConfig, epochs: int = 12) -> Recipe:
         epochs: length of the run.
     """
     train = dataclasses.replace(TRAIN, run_dir=Path("quickstart") / name, epochs=epochs, packed_text=True)
+    train = dataclasses.replace(train, scale_below=epochs * SCALED)
     return Recipe(
         model=model,
         pretrained=False,

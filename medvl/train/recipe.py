@@ -94,10 +94,16 @@ def zero_shot_run(
     return prepare
 
 
+OWN_DATA = "medvl shards table --table rows.csv --image-column path --text-column report --out shards/ours"
+"""Command that makes shards of a table; `medvl shards table --help` has its further options."""
+
+
 def data_advice(name: str, make_data: str, phantom: str) -> str:
     """Return the message for missing shards."""
     phantom = phantom or f"medvl phantom quickstart\n    medvl train {name} tiny"
     return (
         f"Make the shards first:\n    {make_data}\nand then\n    medvl train {name}\n"
+        f"Of images and reports of your own, in a table:\n    {OWN_DATA}\nand then\n"
+        f"    medvl train {name} tiny --data.train shards/ours/train --data.valid shards/ours/validate\n"
         f"Without any data, on the phantom corpus:\n    {phantom}"
     )

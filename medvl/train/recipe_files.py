@@ -2,8 +2,9 @@
 
 import ast
 import difflib
+import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import ModuleType
@@ -12,6 +13,8 @@ import medvl
 from medvl.errors import ConfigError
 
 _PACKAGE = Path(medvl.__file__).parent
+_SHOWN = 6
+"""Recipes that a message names at most."""
 
 
 def packaged_files(folder: str, suffix: str) -> Mapping[str, Path]:
@@ -42,9 +45,25 @@ def find_recipe(name: str) -> Path:
     best = [one for words, one in fitting if words == fitting[0][0]]
     if len(best) == 1:
         return recipes[best[0]]
-    best = best or difflib.get_close_matches(stem, [*recipes, *(one.partition("_")[0] for one in recipes)], n=1)
-    advice = f"did you mean {' or '.join(best)}?" if best else "see medvl recipes list"
-    raise ConfigError(f"expected the name of a recipe, got {name!r}; {advice}", "unknown_name", field="recipe")
+    message = f"expected the name of a recipe, got {name!r}; {_advice(stem, best, recipes)}"
+    raise ConfigError(message, "unknown_name", field="recipe")
+
+
+def _advice(stem: str, fitting: Sequence[str], recipes: Mapping[str, Path]) -> str:
+    """Return what to give in place of a name: recipes that begin with it, or whose name or description contains it.
+
+    Only a word that is in none of them is taken for a misspelling.
+    """
+    word = re.compile(rf"\b{re.escape(stem)}\b", re.IGNORECASE)
+    about = [one for one, path in recipes.items() if stem in one or word.search(_docstring(path))]
+    nearest = difflib.get_close_matches(stem, [*recipes, *(one.partition("_")[0] for one in recipes)], n=1)
+    found = list(fitting) or about or nearest
+    every = "medvl recipes list shows all"
+    if not found:
+        return every
+    if found == about:
+        return f"it is part of {', '.join(found[:_SHOWN])}{', ...' if len(found) > _SHOWN else ''}; {every}"
+    return f"did you mean {' or '.join(found)}? {every}"
 
 
 def load_recipe_module(path: Path) -> ModuleType:
@@ -62,10 +81,14 @@ def load_recipe_module(path: Path) -> ModuleType:
     return module
 
 
+def _docstring(path: Path) -> str:
+    return ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
+
+
 def outline(path: Path) -> tuple[list[str], str]:
     """Return the names of a recipe's presets and the first line of its docstring, without importing it."""
     module = ast.parse(path.read_text(encoding="utf-8"))
-    summary = (ast.get_docstring(module) or "").partition("\n")[0]
+    summary = _docstring(path).partition("\n")[0]
     for node in module.body:
         if not isinstance(node, ast.Assign) or not isinstance(node.value, ast.Dict):
             continue

@@ -49,6 +49,23 @@ def test_an_unknown_recipe_names_the_nearest(name: str, advice: str) -> None:
         find_recipe("folder/none.py")
 
 
+@pytest.mark.parametrize(
+    ("name", "named"),
+    [
+        ("clip", ("cxrclip_mimic", "medclip_mimic", "chexzero_mimic")),  # parts of names, and what a recipe trains
+        ("CLIP", ("chexzero_mimic",)),
+        ("bert", ("berthop_openi", ", ...")),
+        ("r2", ("r2gen_iu",)),
+    ],
+)
+def test_a_word_that_is_part_of_recipes_names_all_of_them(name: str, named: tuple[str, ...]) -> None:
+    with raises(ConfigError, "unknown_name", "recipe") as caught:
+        find_recipe(name)
+    assert "did you mean" not in str(caught.value)
+    assert all(one in str(caught.value) for one in named)
+    assert "medvl recipes list" in str(caught.value)
+
+
 def test_recipes_are_listed_with_their_presets(capsys: pytest.CaptureFixture[str]) -> None:
     cli.main(["recipes", "list"])
     lines = capsys.readouterr().out.splitlines()

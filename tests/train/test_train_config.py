@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import runpy
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -180,7 +181,7 @@ def test_wrong_command_line_exits_with_status_2_and_names_the_flag(
 def test_train_config_flags_are_stable() -> None:
     """A flag is a promise to everyone who has it in a script: adding or renaming one is decided here."""
     assert [field.name for field in dataclasses.fields(TrainConfig)] == [
-        *("run_dir", "epochs", "steps", "global_batch", "accumulate", "grad_cache", "seed"),
+        *("run_dir", "epochs", "steps", "scale_below", "global_batch", "accumulate", "grad_cache", "seed"),
         *("precision", "device", "channels_last", "compile", "packed_text", "checkpoint_activations"),
         *("deterministic", "shard_weights", "sharded_checkpoints", "find_unused_parameters", "num_threads"),
         *("validate_every", "best_metric", "best_mode", "early_stop_patience"),
@@ -191,6 +192,29 @@ def test_train_config_flags_are_stable() -> None:
         *("optimizer", "lr", "betas", "eps", "amsgrad", "momentum", "weight_decay", "layer_decay"),
         *("clip_norm", "clip_value", "schedule"),
     ]
+
+
+@pytest.mark.parametrize(("steps", "warmup", "every"), [(1000, 100, 250), (999, 99, 249), (42, 4, 10), (3, 0, 1)])
+def test_short_runs_scale_what_counts_steps(steps: int, warmup: int, every: int) -> None:
+    train = TrainConfig(run_dir=Path("r"), epochs=1, global_batch=4, scale_below=1000, validate_every=250)
+    optim, scaled = train.scaled(OptimConfig(schedule=Cosine(warmup_steps=100, min_lr=1e-6)), steps)
+    assert optim.schedule == Cosine(warmup_steps=warmup, min_lr=1e-6)
+    assert (scaled.validate_every, scaled.checkpoint_every) == (every, "epoch")
+    longer = dataclasses.replace(train, scale_below=None)
+    assert longer.scaled(OptimConfig(), steps) == (OptimConfig(), longer)
+
+
+_QUICKSTART = 5_371
+"""Pairs of `medvl phantom quickstart`."""
+
+
+def test_presets_are_as_before_on_the_quickstart() -> None:
+    for path in sorted((Path(__file__).parents[2] / "recipes").glob("*.py")):
+        for name, preset in runpy.run_path(str(path))["PRESETS"].items():
+            below, train = preset.train.scale_below, preset.train
+            assert below is None or str(preset.data.train) == "quickstart/shards/train", (path.stem, name)
+            steps = train.total_steps(_QUICKSTART // train.global_batch)
+            assert below is None or below <= steps, (path.stem, name, steps)
 
 
 def test_configs_and_command_line_do_not_import_torch() -> None:

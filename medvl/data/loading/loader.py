@@ -390,4 +390,5 @@ def check_settings(samples: int, batch: int, train: bool, world: int, workers: i
     if train and batch % world:
         raise ConfigError(f"expected a multiple of {world} ranks, got batch {batch}", "conflict", field="batch")
     if train and batch > samples:
-        raise ConfigError(f"expected at most {samples} samples, got batch {batch}", "too_large", field="batch")
+        message = f"expected a batch of at most {samples}, the samples of the data, got {batch}; take a smaller one"
+        raise ConfigError(f"{message} (--train.global-batch)", "too_large", field="batch")

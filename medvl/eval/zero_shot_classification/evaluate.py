@@ -35,7 +35,7 @@ from medvl.eval.core.full_pass import input_hashes, samples_by_key
 from medvl.eval.core.interfaces import Loader, Model, Source
 from medvl.eval.core.metric_rows import MetricGroup, measure, top1_metrics
 from medvl.eval.core.results import checkpoint_sha256
-from medvl.eval.zero_shot_classification.prompts import COMPETING, PromptSet, default_prompts, load_prompts
+from medvl.eval.zero_shot_classification.prompts import ADVICE, COMPETING, PromptSet, default_prompts, load_prompts
 from medvl.eval.zero_shot_classification.scores import predict
 
 PROTOCOL, PROTOCOL_VERSION = "zero_shot", 1
@@ -171,8 +171,8 @@ def common_classes(prompts: PromptSet, source: Source) -> tuple[str, ...]:
     if not names:
         classes, labels = ", ".join(prompts.classes), ", ".join(source.label_names) or "none"
         message = f"expected a label of the data for a class of the prompts {prompts.name!r} ({classes}), got {labels}"
-        advice = "give a JSON file with prompts for your labels (guides/evaluation.md), or train with --prompts None"
-        raise EvaluationError(f"{message}; {advice}", "mismatch", field="prompts")
+        advice = ADVICE if source.label_names else "evaluate data with labels"
+        raise EvaluationError(f"{message}; {advice}, or train with --prompts None", "mismatch", field="prompts")
     return names
 
 

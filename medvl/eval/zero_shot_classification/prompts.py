@@ -34,6 +34,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+from medvl.common.config_io import nearest
 from medvl.common.untrusted import parse_json
 from medvl.errors import EvaluationError
 
@@ -63,6 +64,13 @@ class ClassPrompts:
             tuple(text.replace("{}", noun) for text in texts) for texts in (self.positive, self.negative)
         )
         return ClassPrompts(positive, negative)
+
+
+ADVICE = (
+    'take --prompts statements, which has "There is X." for every label of the data, or a JSON file with sentences for '
+    "your labels (guides/evaluation.md)"
+)
+"""What to do with labels that a prompt set does not have."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -109,12 +117,16 @@ class PromptSet:
         """
         unknown = [name for name in chosen if name not in names]
         if unknown:
-            message = f"the data have no label {', '.join(unknown)}; they have {', '.join(names) or 'none'}"
+            message = f"the data have no label {', '.join(unknown)}: {nearest(unknown[0], names)}"
             raise EvaluationError(message, "unknown_name", field="labels")
         others, more = self.other_classes, {}
         if others is not None:
             more = {name: others.filled(name.lower()) for name in names if name not in self.classes}
         extended = dataclasses.replace(self, classes={**self.classes, **more})
+        without = [name for name in chosen if name not in extended.classes]
+        if without:
+            message = f"the prompts {self.name!r} have no sentences for {', '.join(without)}"
+            raise EvaluationError(f"{message}; {ADVICE}", "unknown_name", field="labels")
         return extended.select(chosen) if chosen else extended
 
     def texts(self) -> tuple[str, ...]:

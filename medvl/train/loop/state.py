@@ -205,7 +205,7 @@ def identity(model: nn.Module, run: Mapping[str, Any], rate: LearningRate) -> di
         described["train"]["spike_factor"] = train["spike_factor"]
     if train["packed_text"]:  # dropout draws numbers for other positions
         described["train"]["packed_text"] = True
-    if rate.depends_on_length:
+    if rate.depends_on_length or train.get("scale_below") is not None:
         described["train"]["total_steps"] = rate.total_steps
     if rate.depends_on_metric:
         described["train"] |= {name: train[name] for name in ("validate_every", "best_metric", "best_mode")}

@@ -51,6 +51,9 @@ _log = logging.getLogger(__name__)
 _MAX_EMPTY_UPDATES = 1000
 """Updates without any loss or gradient at the start of a run, where an epoch has more, before it ends with an error."""
 
+_LONG_WARMUP = 1 / 8
+"""Share of a run above which a warm-up is reported: a tenth is usual."""
+
 _FOLDERS = ("checkpoints", "tensorboard", "wandb")
 """Folders of a run that a training writes into."""
 
@@ -153,12 +156,15 @@ class Training:
         evals: Sequence[Evaluator] = (),
         run: Mapping[str, Any] | None = None,
     ) -> None:
-        self.config, self._valid_loader, self._evals = config, valid_loader, evals
+        self._valid_loader, self._evals = valid_loader, evals
         versions = {"torch": str(torch.__version__), "python": platform.python_version()}
         described = {**(run or {}), "train": to_dict(config), "optim": to_dict(optim), "versions": versions}
         parallel = parallelize(model, config, ranks)
         stream = BatchStream(train_loader, config.accumulate, side_stream(ranks.device, config.channels_last))
         total_steps = config.total_steps(stream.steps_per_epoch)
+        optim, config = config.scaled(optim, total_steps)
+        self.config = config
+        _warn_of_short_run(optim, config, total_steps, validates=valid_loader is not None or bool(evals))
         rate = LearningRate(optim, total_steps, config.best_mode, stream.steps_per_epoch)
         optimizer = build_optimizer(parallel.trained, optim)
         self.state = TrainState.create(parallel, stream, optimizer, rate, config, described)
@@ -402,6 +408,22 @@ class Training:
         """Return whether this step ends an interval. The last step of a run ends all of them."""
         every = self.state.stream.steps_per_epoch if interval == "epoch" else interval
         return self.state.step % every == 0 or self.state.step == self.state.total_steps
+
+
+def _warn_of_short_run(optim: OptimConfig, config: TrainConfig, total_steps: int, validates: bool) -> None:
+    """Warn of settings for a longer run: a warm-up that takes much of this one, and validation only at its end."""
+    warmup, every = optim.schedule.warmup_steps, config.validate_every
+    if warmup > total_steps * _LONG_WARMUP:
+        _log.warning(
+            "the learning rate rises during %d of %d steps, and reaches %.1e: --optim.schedule.warmup-steps %d takes a "
+            "tenth of them",
+            *(min(warmup, total_steps), total_steps, optim.lr * min(1, total_steps / warmup), total_steps // 10),
+        )
+    if validates and every != "epoch" and every > total_steps:
+        _log.warning(
+            "the run validates once, after its %d steps: --train.validate-every %d validates four times",
+            *(total_steps, max(1, total_steps // 4)),
+        )
 
 
 def _check(loader: TrainLoader, optim: OptimConfig, config: TrainConfig, validates: bool) -> None:

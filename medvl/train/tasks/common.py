@@ -45,6 +45,8 @@ class LoaderConfig:
         """
         located = [(name, locate(path), file) for name, path, file in self.inputs()]
         missing = [(name, path, file) for name, path, file in located if not (path / file).is_file()]
+        if missing and all(name == "tokenizer" for name, _, _ in missing):
+            raise ConfigError(_no_tokenizer(self.train, missing[0][1]), "not_found", field="data.tokenizer")
         if missing:
             listed = ", ".join(f"data.{name} {path}" for name, path, _ in missing)
             splits = "" if missing[0][2] != MANIFEST else nearby_splits(missing[0][1])
@@ -70,6 +72,12 @@ class DataLoaders:
     """All validation images, for evaluators that run on one rank."""
     described: dict[str, Any]
     """Entries for checkpoints: `data`, and `train_manifest` with the patients of the training data."""
+
+
+def _no_tokenizer(train: str | Path, folder: Any) -> str:
+    """Return the message for a missing vocabulary beside shards that exist."""
+    reason = f"no tokenizer.json in data.tokenizer {folder}"
+    return f"{reason}; make the vocabulary of the texts first:\n    medvl vocab {train} {folder}"
 
 
 def check_tokenizer(model: Any) -> None:

@@ -20,7 +20,7 @@ from medvl.errors import ConfigError, TrainingError
 from medvl.losses.gather import gather
 from medvl.models.eval_mode import evaluating
 from medvl.schema import Batch, Losses
-from medvl.train import Plateau
+from medvl.train import Constant, Cosine, Linear, Plateau
 from medvl.train.fault_tolerance import checkpoint
 from medvl.train.loop.logger import RunLogger, console, remove_records_after
 from medvl.train.loop.meters import BestTracker, LossMeter
@@ -181,6 +181,46 @@ def test_validation_and_records_follow_their_intervals(tmp_path: Path) -> None:
     kept = sorted(int(path.name[5:]) for path in (tmp_path / "checkpoints").iterdir())
     best = {row["step"] for row in records(tmp_path, "valid")}
     assert {0, 6, 10} <= set(kept) <= {0, 6, 10} | best
+
+
+def test_a_run_on_little_data_shortens_warmup_and_intervals(tmp_path: Path) -> None:
+    """In proportion to the steps that the settings are meant for; a resumed run does so again."""
+    optim = fakes.optim(schedule=Cosine(warmup_steps=100))
+    settings = {"scale_below": 1000, "validate_every": 250, "checkpoint_every": 250, "log_every": 1, "keep_last": 9}
+    config = fakes.config(tmp_path, epochs=2, **settings)
+    train(TwoTowers(), FakeLoader(84, 4), optim=optim, config=config, valid_loader=fakes.valid_batches())
+    rates = [row["lr"] for row in records(tmp_path, "train")]
+    assert len(rates) == 42
+    assert rates.index(max(rates)) in (3, 4)  # four steps of warm-up
+    assert max(rates) == pytest.approx(optim.lr)
+    assert [row["step"] for row in records(tmp_path, "valid")] == [10, 20, 30, 40, 42]
+    again = train(TwoTowers(), FakeLoader(84, 4), optim=optim, config=config, valid_loader=fakes.valid_batches())
+    assert again.step == 42
+
+
+@pytest.mark.parametrize(
+    ("schedule", "warned"),
+    [
+        (Cosine(warmup_steps=100), True),
+        (Linear(warmup_steps=6), True),
+        (Constant(warmup_steps=2), True),
+        (Plateau(warmup_steps=11), True),
+        (Cosine(warmup_steps=1), False),
+        (Constant(), False),
+    ],
+)
+def test_settings_for_a_longer_run_are_named(
+    schedule: Any, warned: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Ten steps here: a warm-up of more than an eighth of them, and validation that would come later."""
+    config = fakes.config(tmp_path, validate_every=11 if warned else 10)
+    with caplog.at_level("WARNING", "medvl"):
+        train(
+            TwoTowers(), FakeLoader(20, 4), optim=fakes.optim(schedule=schedule), config=config,
+            valid_loader=fakes.valid_batches(),
+        )  # fmt: skip
+    assert ("--optim.schedule.warmup-steps 1 " in caplog.text) == warned
+    assert ("--train.validate-every 2 " in caplog.text) == warned
 
 
 def test_record_is_the_mean_since_the_previous_one(tmp_path: Path) -> None:
