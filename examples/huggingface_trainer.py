@@ -81,9 +81,10 @@ def main() -> None:
     )  # fmt: skip
     with tempfile.TemporaryDirectory() as folder:
         arguments = TrainingArguments(
-            output_dir=folder, num_train_epochs=options.epochs, per_device_train_batch_size=8, learning_rate=1e-3,
-            remove_unused_columns=False, save_strategy="no", report_to=[], disable_tqdm=True, logging_steps=1,
-            dataloader_pin_memory=torch.cuda.is_available(),
+            output_dir=folder, num_train_epochs=options.epochs, per_device_train_batch_size=min(8, len(train)),
+            dataloader_drop_last=True,  # a last batch of one pair would have no negatives, and a loss of 0
+            learning_rate=1e-3, remove_unused_columns=False, save_strategy="no", report_to=[], disable_tqdm=True,
+            logging_steps=1, dataloader_pin_memory=torch.cuda.is_available(),
         )  # fmt: skip
         trainer = Trainer(WithLoss(model), arguments, Collate(tokenizer), Pairs(train, model.transform))
         print(trainer.train().training_loss)

@@ -97,7 +97,12 @@ tiny = Recipe(
     data=quickstart.DATA,
     optim=quickstart.OPTIM,
     train=dataclasses.replace(
-        quickstart.TRAIN, run_dir=Path("quickstart/mrm"), epochs=12, best_metric="loss", best_mode="min"
+        quickstart.TRAIN,
+        run_dir=Path("quickstart/mrm"),
+        epochs=12,
+        scale_below=12 * quickstart.SCALED,
+        best_metric="loss",
+        best_mode="min",
     ),
 )
 

@@ -50,7 +50,12 @@ tiny = Recipe(
     data=quickstart.DATA,
     optim=dataclasses.replace(quickstart.OPTIM, lr=1e-3),
     train=dataclasses.replace(
-        quickstart.TRAIN, run_dir=Path("quickstart/vilt"), epochs=12, best_metric="loss", best_mode="min"
+        quickstart.TRAIN,
+        run_dir=Path("quickstart/vilt"),
+        epochs=12,
+        scale_below=12 * quickstart.SCALED,
+        best_metric="loss",
+        best_mode="min",
     ),
 )
 

@@ -1,5 +1,6 @@
 """The examples for other training libraries train, and save a model that loads."""
 
+import re
 import runpy
 import sys
 from pathlib import Path
@@ -20,14 +21,14 @@ PAGE = (ROOT / "docs/pages/guides/other-trainers.md").read_text(encoding="utf-8"
 
 @pytest.fixture(scope="module")
 def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Shards of 24 pairs: 16 to train, 8 to validate."""
+    """Shards of 25 pairs: 17 to train, two batches of eight and one pair, and 8 to validate."""
     folder, rng, deid = tmp_path_factory.mktemp("pairs"), np.random.default_rng(0), Deidentifier(b"0123456789abcdef")
     records = []
-    for number in range(24):
+    for number in range(25):
         cv2.imwrite(str(folder / f"{number}.png"), rng.integers(0, 256, (48, 48), dtype=np.uint8))
         text = f"finding {'abc'[number % 3]} in zone {number % 8}"
         records.append(Record(Sample(
-            key=f"k-{number}", corpus="pairs", split="train" if number < 16 else "validate", patient=deid.patient(number),
+            key=f"k-{number}", corpus="pairs", split="train" if number < 17 else "validate", patient=deid.patient(number),
             study=f"s{number}", image=folder / f"{number}.png", sections={"impression": text},
         )))  # fmt: skip
     plan = Plan("pairs", records, (), RowCounts())
@@ -46,10 +47,12 @@ def test_example_trains(
     monkeypatch.setattr(sys, "argv", [str(path), *arguments])
     monkeypatch.chdir(tmp_path)
     runpy.run_path(str(path), run_name="__main__")
-    assert capsys.readouterr().out.splitlines()[-1] == str(tmp_path / "model")
+    printed = capsys.readouterr().out
+    assert printed.splitlines()[-1] == str(tmp_path / "model")
+    assert all(float(loss) > 0 for loss in re.findall(r"'loss': '?([0-9.]+)", printed)), "a batch without negatives"
     model = medvl.load(tmp_path / "model")
     assert model.provenance["recipe"] == path.stem
-    assert [manifest.samples for manifest in medvl.models.train_manifests(tmp_path / "model")] == [16]
+    assert [manifest.samples for manifest in medvl.models.train_manifests(tmp_path / "model")] == [17]
     assert 0 < medvl.infer(model, shards.parent / "0.png", "finding a")["finding a"] < 1
 
 

@@ -4,12 +4,16 @@ A change of these curves is a change of what a recipe trains. Where it is meant,
 and commit it:
 
     MEDVL_WRITE_GOLDEN=1 pytest tests/test_golden.py
+
+`golden_curves.json` names the kinds of processor that they were recorded on ("processors"). Others add in another order
+and round differently, and fifty steps make more of it, so that there the tolerance is wider.
 """
 
 import dataclasses
 import json
 import math
 import os
+import platform
 import runpy
 from collections.abc import Iterator
 from pathlib import Path
@@ -64,6 +68,20 @@ SIDES = ("left", "right", "bilateral", "small")
 UNPAIRED = {"mixed_mimic": (torch.tensor([True, True, True, False]), torch.tensor([True, True, False, True]))}
 """Recipe -> which rows of a batch have an image, and which a text; elsewhere all have both."""
 TEXTS = [f"There is a {side} {finding}." for finding in FINDINGS for side in SIDES]
+
+
+NEAR, FAR = 0.02, 0.1
+"""Tolerances on processors that curves were recorded on, and on others: 0.008 and 0.051 were measured, the latter with
+instructions of SSE4.1 alone."""
+
+
+def processor() -> str:
+    """Return the maker and the instructions in use, such as "AuthenticAMD AVX512", and what limits them."""
+    path = Path("/proc/cpuinfo")
+    lines = path.read_text().splitlines() if path.is_file() else []
+    makers = (line.partition(":")[2].strip() for line in lines if line.startswith(("vendor_id", "CPU implementer")))
+    limits = [f"{name}={os.environ[name]}" for name in ("ONEDNN_MAX_CPU_ISA", "MKL_CBWR") if name in os.environ]
+    return " ".join([next(makers, platform.machine()), torch.backends.cpu.get_cpu_capability(), *limits])
 
 
 def findings_of(texts: list[str], entities: tuple[str, ...] | None) -> torch.Tensor:
@@ -152,15 +170,16 @@ def curves(
 @pytest.mark.fault("N9")
 @pytest.mark.parametrize("recipe", [*RECIPES, *TWENTY, *SHORT])
 def test_the_first_losses_are_those_of_before(recipe: str) -> None:
-    """To 0.03: other processors round differently, and fifty steps make more of it."""
     found = curves(recipe)
     known = json.loads(GOLDEN.read_text()) if GOLDEN.is_file() else {}
     if os.environ.get("MEDVL_WRITE_GOLDEN"):
+        known["processors"] = sorted({*known.get("processors", ()), processor()})
         GOLDEN.write_text(json.dumps({**known, recipe: found}, indent=1, sort_keys=True) + "\n")
         pytest.skip("written anew")
     assert found.keys() == known[recipe].keys()
+    tolerance = NEAR if processor() in known["processors"] else FAR
     for name, values in found.items():
-        assert values == pytest.approx(known[recipe][name], abs=0.03), name
+        assert values == pytest.approx(known[recipe][name], abs=tolerance), f"{name} on {processor()}"
     if recipe not in SHORT:  # where a queue of past pairs fills, the loss rises at first
         assert found["total"][-1] < found["total"][0], "it does not learn its few samples"
 

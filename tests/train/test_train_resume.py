@@ -201,6 +201,25 @@ def test_resume_refuses_a_checkpoint_of_another_run(
     assert torch.equal(weights(undisturbed)["image.weight"], before["image.weight"])
 
 
+@pytest.mark.parametrize(
+    ("changes", "advice", "absent"),
+    [
+        ({"accumulate": 1, "global_batch": 4}, "--train.accumulate 3", "number of steps"),  # which follows
+        ({"seed": 7}, "--train.seed 0", "number of steps"),
+        ({"epochs": 4}, "the number of steps (train.epochs, train.steps) was 6 and is 8", "--train.total-steps"),
+        ({"schedule": Cosine(warmup_steps=1)}, "--optim.schedule.warmup-steps 2", "number of steps"),
+    ],
+)
+def test_the_refusal_names_the_options_with_which_the_run_resumes(
+    changes: dict[str, Any], advice: str, absent: str, undisturbed: Path
+) -> None:
+    with raises(CheckpointError, "mismatch") as caught:
+        run(undisturbed, **changes)
+    assert advice in str(caught.value)
+    assert absent not in str(caught.value)
+    assert "another run_dir" in str(caught.value)
+
+
 def test_resume_refuses_a_checkpoint_of_another_model(undisturbed: Path) -> None:
     with raises(CheckpointError, "mismatch", "model.settings.width"):
         train(

@@ -41,6 +41,15 @@ _NOT_IDENTITY = (
 vocabulary and a file of statements in `start` (`medvl.train.start`)."""
 
 
+_STEPS = "train.total_steps"
+_NAMES = {
+    _STEPS: "the number of steps (train.epochs, train.steps)",
+    "start.vocabulary": "the vocabulary (data.tokenizer)",
+    "randomness": "the rule of random numbers (the version of medvl)",
+}
+"""Parts of `identity` that no option sets."""
+
+
 @dataclasses.dataclass(kw_only=True)
 class TrainState:
     """State of a run. It has no generator states: the random numbers of a step follow from its number."""
@@ -228,13 +237,25 @@ def _without(tree: Mapping[str, Any], names: Collection[str], prefix: str = "") 
 def check_identity(saved: Saved, expected: Mapping[str, Any]) -> None:
     """Raise CheckpointError naming every setting that differs between a checkpoint's run and this one."""
     rows = differences(saved.state.get("identity", {}), expected)
+    if len(rows) > 1:  # the number of steps follows from the others
+        rows = [row for row in rows if row[0] != _STEPS]
     if rows:
-        listed = "; ".join(f"{path} was {old!r} and is {new!r}" for path, old, new in rows)
-        raise CheckpointError(
-            f"{saved.folder} belongs to another run: {listed}; use the same settings to resume it, or another run_dir",
-            "mismatch",
-            field=rows[0][0],
-        )
+        listed = "; ".join(f"{_NAMES.get(path, path)} was {old!r} and is {new!r}" for path, old, new in rows)
+        same = " ".join(option for path, old, _ in rows if (option := _option(path, old)))
+        advice = f"resume it with {same or 'the same settings'}, or start a new run in another run_dir"
+        message = f"{saved.folder} belongs to another run: {listed}; {advice}"
+        raise CheckpointError(message, "mismatch", field=rows[0][0])
+
+
+def _option(path: str, value: Any) -> str:
+    """Return the option of the command line that sets a value of `identity`; "" where none does so directly."""
+    if isinstance(value, Mapping) or path in _NAMES or path.startswith("start."):
+        return ""
+    for prefix, group in (("model.settings.", "model."), ("recipe.", ""), ("train.", "train."), ("optim.", "optim.")):
+        if path.startswith(prefix):
+            written = " ".join(map(str, value)) if isinstance(value, list) else str(value)
+            return f"--{group}{path.removeprefix(prefix).replace('_', '-')} {written}"
+    return f"--{path.replace('_', '-')} {value}" if path.startswith("data.") else ""
 
 
 def resume_path(resume: str, own: Path | None, run_dir: Path) -> Path | None:

@@ -4,6 +4,8 @@ import hashlib
 import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -18,6 +20,7 @@ from medvl.data.convert.pipeline import write_shards
 from medvl.errors import EvaluationError
 from medvl.eval import list_prompts, load_prompts
 from medvl.eval.zero_shot_classification import prompts
+from medvl.eval.zero_shot_classification.evaluate import common_classes
 from medvl.eval.zero_shot_classification.scores import PromptScorer
 from medvl.schema import COMPETITION_FINDINGS, FINDINGS, Embeddings
 
@@ -245,7 +248,7 @@ def test_labels_that_a_set_does_not_list_have_its_sentences_of_other_classes(tmp
     path = written(tmp_path, valid_file(scoring="margin", classes=both, other_classes=pair))
     (sentences,) = load_prompts(path).for_labels(("Mass",), ("Mass",)).classes.values()
     assert (sentences.positive, sentences.negative) == (("A mass is seen.",), ("No mass.",))
-    for chosen, field, code in ((("Hernia",), "labels", "unknown_name"), (("Mass",), "names", "unknown_name")):
+    for chosen, field, code in ((("Hernia",), "labels", "unknown_name"), (("Mass",), "labels", "unknown_name")):
         with raises(EvaluationError, code, field):
             load_prompts("chexpert_pairs").for_labels(names, chosen)
     for others, field, code in (
@@ -255,3 +258,23 @@ def test_labels_that_a_set_does_not_list_have_its_sentences_of_other_classes(tmp
     ):
         with raises(EvaluationError, code, field):
             load_prompts(written(tmp_path, valid_file(other_classes=others)))
+
+
+def test_labels_without_sentences_lead_to_the_set_for_any_label() -> None:
+    """Labels of a hospital's own table, which the sets for findings of chest radiographs do not have."""
+    names = ("covid", "Lungenrundherd")
+
+    def source(*labels: str) -> Any:
+        return SimpleNamespace(label_names=labels)
+
+    prompts = load_prompts("chexpert_ensemble")
+    with raises(EvaluationError, "unknown_name", "labels", names="--prompts statements"):
+        prompts.for_labels(names, ("covid",))
+    with raises(EvaluationError, "mismatch", "prompts", names="--prompts statements"):
+        common_classes(prompts, source(*names))
+    with raises(EvaluationError, "mismatch", "prompts", names="data with labels"):
+        common_classes(prompts, source())
+    with raises(EvaluationError, "unknown_name", "labels", names="did you mean 'covid'"):
+        prompts.for_labels(names, ("Covid",))
+    statements = load_prompts("statements").for_labels(names, ("covid",))
+    assert common_classes(statements, source(*names)) == ("covid",)

@@ -25,6 +25,7 @@ from medvl.data.transforms.image import ConVIRTAugmentation
 from medvl.data.transforms.statements import Statements
 from medvl.data.transforms.text import RandomSentence
 from medvl.errors import ConfigError, ShardError, SplitError
+from medvl.train import data_advice
 from medvl.train.tasks.pretraining import DataConfig, DataLoaders, open_data
 
 
@@ -107,6 +108,16 @@ def test_check_names_missing_folders_with_advice(shards: Path, tmp_path: Path) -
         config(shards, train=str(tmp_path / "train")).check("make it")
     with raises(ConfigError, "not_found", "data.valid"):
         config(shards, valid=tmp_path / "validate", tokenizer=tmp_path / "vocab").check("make it")
+    with raises(ConfigError, "not_found", "data.tokenizer") as caught:
+        config(shards, tokenizer=tmp_path / "vocab").check("make the shards of MIMIC-CXR")
+    assert f"medvl vocab {shards / 'train'} {tmp_path / 'vocab'}" in str(caught.value)
+    assert "MIMIC" not in str(caught.value)
+
+
+def test_advice_has_a_command_for_data_of_ones_own() -> None:
+    advice = data_advice("convirt_mimic", "medvl shards mimic-cxr", "")
+    assert "medvl shards table --table" in advice
+    assert "medvl train convirt_mimic tiny --data.train shards/ours/train" in advice
 
 
 @pytest.mark.fault("S11")
