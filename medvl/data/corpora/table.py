@@ -42,6 +42,7 @@ from medvl.schema import Sample
 _SEX = {"f": "F", "female": "F", "m": "M", "male": "M"}
 _MAX_CATEGORIES = 200
 _LABEL_VALUES = {"1": 1, "0": 0, "-1": -1, "1.0": 1, "0.0": 0, "-1.0": -1, "true": 1, "false": 0}
+_LABEL_VALUES |= {"1,0": 1, "0,0": 0, "-1,0": -1}  # decimal commas
 _PARQUET_ROWS = 1 << 4  # read at once: a text that many rows share is copied for each of them
 _PARQUET_GROUP = 1 << 28  # bytes of a column in a group of rows, as stated in the file
 _PARQUET_OVERHEAD = 1 << 16  # bytes of pages and dictionaries

@@ -69,6 +69,7 @@ def plan(
         detail = f"{listed(reader.rows.left_out) or 'none read'}; {reader.counts}"
         message = f"{describe_tars(found)}: no sample is left ({detail}); check the suffixes of image and text"
         raise CorpusError(message, "empty")
+    reader.warnings["members_with_dots_not_read"] = reader.counts.nested
     return Plan(name, records, (), reader.rows, +reader.warnings, InputFolders.of(unpacked))
 
 

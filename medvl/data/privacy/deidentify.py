@@ -141,7 +141,7 @@ def _create_salt(path: Path) -> None:
         raise ConfigError(message, "unreadable") from None
 
 
-_AGE = re.compile(r"(\d{1,3}(?:\.\d+)?)\s*([DWMY]?)", re.IGNORECASE)
+_AGE = re.compile(r"(\d{1,3}(?:[.,]\d+)?)\s*([DWMY]?)", re.IGNORECASE)
 _UNITS_PER_YEAR = {"D": 365.25, "W": 365.25 / 7, "M": 12.0, "Y": 1.0, "": 1.0}
 
 
@@ -153,7 +153,7 @@ def cap_age(age: object) -> int | None:
     """
     if isinstance(age, str):
         match = _AGE.fullmatch(age.strip())
-        years = float(match[1]) / _UNITS_PER_YEAR[match[2].upper()] if match else math.nan
+        years = float(match[1].replace(",", ".")) / _UNITS_PER_YEAR[match[2].upper()] if match else math.nan
     else:
         years = _to_float(age)
     return int(min(years, MAX_AGE)) if years >= 0 else None  # NaN is not

@@ -127,6 +127,11 @@ class TarCounts:
     unread: Counter[str] = dataclasses.field(default_factory=Counter)
     """Suffix -> number of members with it that no field names."""
 
+    @property
+    def nested(self) -> int:
+        """Members that were not read with a suffix of several parts, such as the masks `a.seg.png` beside `a.jpg`."""
+        return sum(count for suffix, count in self.unread.items() if "." in suffix)
+
     def __str__(self) -> str:
         """Return the most frequent suffixes that no field names."""
         shown = ", ".join(f"{count} {suffix}" for suffix, count in self.unread.most_common(_SHOWN))
@@ -219,7 +224,7 @@ def _check_names(where: str, fields: TarFields, sample: Mapping[str, Any], unrea
     parts = [tuple(suffix.rpartition(".")[::2]) for suffix in unread if "." in suffix]
     images = {middle for middle, last in parts if last in fields.image.lower().split(";")}
     texts = {middle for middle, last in parts if last in fields.text.lower().split(";")}
-    missed = images & texts
+    missed = (images & texts) | {middle for middle in images | texts if middle.replace(".", "").isdecimal()}
     if fields.image_of(sample) is None:
         missed |= images
     if not fields.text_suffixes & sample.keys():
@@ -229,12 +234,13 @@ def _check_names(where: str, fields: TarFields, sample: Mapping[str, Any], unrea
         suffix = next(suffix for suffix in unread if suffix.rpartition(".")[0] == middle)
         name = f"{sample['__key__']}.{suffix}"
         state = f"{where}: {name!r} has several dots: its key is {sample['__key__']!r}, its suffix {suffix!r}"
-        advice = "set key-end to last-dot if the dots are part of the key, else name the suffix for image or text"
+        advice = "use --key-end last-dot (in training --data.fields.key-end) if the dots belong to the key"
+        advice = f"{advice}; else name the suffix for the image or the text"
         raise ShardError(f"{state}; {advice}", "conflict", field="key_end")
 
 
 class _CheckedStream:
-    """Stream of a tar file that checks every header before the webdataset library sees it."""
+    """Stream of a tar file that checks every header before tarfile sees it."""
 
     def __init__(self, stream: BinaryIO, where: str) -> None:
         self._stream, self._where = stream, where

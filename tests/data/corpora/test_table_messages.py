@@ -52,7 +52,7 @@ def test_first_row_is_not_quoted_where_the_header_is_missing(tmp_path: Path, dei
 
 
 @pytest.mark.parametrize(
-    ("encoding", "advice"), [("cp1252", "WINDOWS-1252"), ("latin-1", "WINDOWS-"), ("utf-16", "UTF-16")]
+    ("encoding", "advice"), [("cp1252", "WINDOWS-1252"), ("latin-1", "WINDOWS-"), ("utf-16-le", "UTF-16")]
 )
 def test_other_encodings_are_refused_with_the_way_to_convert(
     tmp_path: Path, deid: Deidentifier, encoding: str, advice: str

@@ -80,6 +80,7 @@ REFUSED: Mapping[str, tuple[Members, tuple[str, ...], str]] = {
     "keys with dots": (pairs(uid(1), uid(2)), (), "last-dot"),
     "keys with dots, one without": (pairs("1", "1.2.3"), (), "last-dot"),
     "keys with dots and captions in JSON": ([("s.1.jpg", JPEG), ("s.1.json", b"{}")], (), "last-dot"),
+    "images alone, keys with dots": ([("1.jpg", JPEG), ("1.2.3.jpg", JPEG)], ("--keep-textless",), "last-dot"),
     "captions in several languages": ([("a.jpg", JPEG), ("a.en.txt", TEXT), ("a.de.txt", TEXT)], (), "a.de.txt"),
     "images first": ([("a.jpg", JPEG), ("b.jpg", JPEG), ("a.txt", TEXT), ("b.txt", TEXT)], (), "--sort=name"),
     "one name twice": ([*pairs("a"), *pairs("b"), *pairs("a")], (), "'a'"),

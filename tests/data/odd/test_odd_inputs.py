@@ -15,14 +15,18 @@ from pathlib import Path
 import numpy as np
 import odd_dicom
 import odd_images
+import odd_tables
 import odd_tars
 import pytest
 from helpers.errors import raises
 
 from medvl.cli import main as cli
+from medvl.common.untrusted import ANYWHERE
 from medvl.data import decode_image, read_image
+from medvl.data.corpora.common.spreadsheet import read_sheet
 from medvl.data.shards.format import Manifest, split_folders
-from medvl.errors import ImageError
+from medvl.data.shards.source import ShardSource
+from medvl.errors import CorpusError, ImageError
 
 
 @dataclasses.dataclass(frozen=True)
@@ -166,3 +170,64 @@ def test_the_largest_images_take_less_than_512_mb(tmp_path: Path) -> None:
         seconds, peak = map(float, line.split())
         assert peak < 512, case.name
         assert seconds < 4, case.name
+
+
+def convert_table(capsys: pytest.CaptureFixture[str], table: Path, content: bytes) -> Finished:
+    table.write_bytes(content)
+    command = ["shards", "table", "--table", table, "--patient-column", "patient", "--text-column", "text"]
+    command += ["--extra-column", "image", "--age-column", "age", "--splits", "train=1", "--workers", 1]
+    labels = [] if ".jsonl" in table.name else ["--label-column", "effusion"]
+    return medvl(
+        capsys, *command, *labels, "--out", table.parent / "out", "--salt-file", table.parent / "salt", "--new-salt"
+    )
+
+
+@pytest.mark.parametrize("case", odd_tables.READ)
+def test_tables_of_spreadsheets_are_read(case: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    done = convert_table(capsys, tmp_path / "rows.csv", odd_tables.READ[case])
+    assert done.status == 0, done.err
+    assert "table: read 3 rows: kept 3, left out 0" in done.out
+    source = ShardSource(tmp_path / "out" / "train")
+    samples = sorted(map(source.sample, range(len(source))), key=lambda sample: str(sample.extra["image"]))
+    values = [(sample.age, sample.labels.get("effusion"), sample.sections["text"]) for sample in samples]
+    assert values == odd_tables.VALUES
+
+
+@pytest.mark.parametrize("case", odd_tables.REFUSED)
+def test_tables_that_cannot_be_read_are_refused(case: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    content, message = odd_tables.REFUSED[case]
+    done = convert_table(capsys, tmp_path / "rows.csv", content)
+    assert done.status == 1
+    assert message in done.err
+
+
+@pytest.mark.parametrize("case", odd_tables.JSON_REFUSED)
+def test_json_lines_with_lost_values_are_refused(case: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    content, message = odd_tables.JSON_REFUSED[case]
+    done = convert_table(capsys, tmp_path / "rows.jsonl", content)
+    assert done.status == 1
+    assert message in done.err
+
+
+def test_tables_that_unpack_to_too_much_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    done = convert_table(capsys, tmp_path / "rows.csv.gz", odd_tables.packed_rows(2_000_000))
+    assert done.status == 1
+    assert "gunzip" in done.err
+    for name, content in {"cells": odd_tables.MANY_CELLS, "bytes": odd_tables.MANY_BYTES}.items():
+        (tmp_path / f"{name}.xlsx").write_bytes(content)
+        with raises(CorpusError, "too_large", names=f"{name}.xlsx"):
+            list(read_sheet(tmp_path / f"{name}.xlsx", ["Image"], ANYWHERE))
+    (tmp_path / "sparse.xlsx").write_bytes(odd_tables.SPARSE)
+    rows = list(read_sheet(tmp_path / "sparse.xlsx", ["Image"], ANYWHERE))
+    assert rows == [{"Image": "a.png", "Description": "A text."}]
+
+
+def test_rows_that_are_filtered_out_are_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    table = write_table(tmp_path / "rows.csv", [{"p": n, "text": "A text.", "source": "ab"[n % 2]} for n in range(10)])
+    done = medvl(
+        capsys, "shards", "table", "--table", table, "--patient-column", "p", "--text-column", "text", "--where",
+        "source=a", "--out", tmp_path / "out", "--splits", "train=1", "--workers", "1",
+    )  # fmt: skip
+    line = "table: read 10 rows: kept 5, left out 5 (5 where)"
+    assert line in done.out
+    assert line in medvl(capsys, "verify", tmp_path / "out").out

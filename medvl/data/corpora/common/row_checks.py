@@ -11,6 +11,8 @@ from medvl.errors import CorpusError, SplitError
 from medvl.schema import Sample
 
 _SHOWN = 10
+_MAX_INVALID = 100_000
+"""Invalid rows after which the rest of the table is not read."""
 
 
 class RowChecks:
@@ -24,10 +26,12 @@ class RowChecks:
         self._invalid_count = 0
 
     def add_invalid(self, error: CorpusError) -> None:
-        """Add a row that cannot be read; the message of `error` begins with `row N: `."""
+        """Add a row that cannot be read; the message of `error` begins with `row N: `. Raises it after very many."""
         self._invalid_count += 1
         if self._invalid_count <= _SHOWN:
             self._invalid.append(error)
+        if self._invalid_count == _MAX_INVALID:
+            self.finish()
 
     def add(self, row: int, sample: Sample) -> None:
         """Add the sample of a row."""

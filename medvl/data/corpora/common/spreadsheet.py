@@ -1,5 +1,6 @@
 """Reader of the first sheet of an .xlsx workbook."""
 
+import os
 import zipfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -7,13 +8,22 @@ from typing import Any, BinaryIO
 from xml.etree.ElementTree import ParseError
 
 from medvl.common.untrusted import InputFolders
-from medvl.data.corpora.common.tables import MAX_CELL_CHARACTERS, check_columns, malformed, read_table
+from medvl.data.corpora.common.tables import (
+    FREE_BYTES,
+    MAX_CELL_CHARACTERS,
+    MAX_RATIO,
+    check_columns,
+    malformed,
+    read_table,
+)
 from medvl.errors import CorpusError
 
-MAX_UNPACKED_BYTES = 1 << 27
+MAX_UNPACKED_BYTES = 1 << 26
 """Largest accepted unpacked workbook; LViT's tables have under 2 MB."""
 MAX_ROWS, MAX_COLUMNS = 1 << 20, 256
 """Rows of the largest sheet that spreadsheets write; columns that are read."""
+MAX_CELLS = 1 << 18
+"""Largest accepted number of cells with content; LViT's tables have under 20,000."""
 
 
 def read_sheet(path: Path, required: Iterable[str], folders: InputFolders) -> Iterator[dict[str, str]]:
@@ -29,7 +39,7 @@ def read_sheet(path: Path, required: Iterable[str], folders: InputFolders) -> It
     try:
         with folders.open(path, CorpusError) as file:
             _check_size(path, file)
-            rows = list(_rows(file))
+            rows = list(_rows(path, file))
     except FileNotFoundError:
         raise CorpusError(f"{path} does not exist", "not_found") from None
     except (zipfile.BadZipFile, ParseError, *_FAILURES) as error:
@@ -50,19 +60,24 @@ _FAILURES = (AttributeError, IndexError, KeyError, NotImplementedError, RuntimeE
 def _check_size(path: Path, file: BinaryIO) -> None:
     with zipfile.ZipFile(file) as book:  # zipfile reads no more of a part than the size that it states
         size = sum(part.file_size for part in book.infolist())
-    if size > MAX_UNPACKED_BYTES:
-        message = f"{path} has {size} bytes when unpacked, over the limit of {MAX_UNPACKED_BYTES}; save it as CSV"
+    limit = min(MAX_UNPACKED_BYTES, FREE_BYTES // 2 + MAX_RATIO * os.fstat(file.fileno()).st_size)
+    if size > limit:
+        message = f"{path} has {size} bytes when unpacked, over the limit of {limit} for its size; save it as CSV"
         raise CorpusError(message, "too_large")
 
 
-def _rows(file: BinaryIO) -> Iterator[dict[int, str]]:
+def _rows(path: Path, file: BinaryIO) -> Iterator[dict[int, str]]:
     """Yield number of the column -> text of each row that is not empty."""
     import openpyxl
 
     book: Any = openpyxl.load_workbook(file, read_only=True, data_only=True, keep_links=False)
     sheet = book.worksheets[0]
     sheet.reset_dimensions()  # the file states them, and may be wrong
+    cells = 0
     for row in sheet.iter_rows(max_row=MAX_ROWS, max_col=MAX_COLUMNS, values_only=True):
         if row.count(None) < len(row):  # before a row with a large number, openpyxl yields empty ones
             texts = {column: str(value) for column, value in enumerate(row) if value not in (None, "")}
+            cells += len(texts)
+            if cells > MAX_CELLS:
+                raise CorpusError(f"{path} has more than {MAX_CELLS} cells; save it as CSV", "too_large")
             yield from [texts] if texts else []

@@ -8,14 +8,15 @@ import gzip
 import io
 import itertools
 import os
+import re
 import zlib
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, BinaryIO, TextIO
 
-from medvl.common.untrusted import InputFolders, parse_json
-from medvl.data.corpora.common.row_counts import RowCounts
+from medvl.common.untrusted import DuplicateKeyError, InputFolders, NonFiniteNumberError, parse_json
+from medvl.data.corpora.common.row_counts import IMAGES, RowCounts
 from medvl.data.privacy.deidentify import find_identifiers, is_identifying_header
 from medvl.data.reports.sections import Report, read_report
 from medvl.data.transforms.text import choose_sections
@@ -27,7 +28,18 @@ MAX_CELL_CHARACTERS = 1 << 17
 MAX_LINE_CHARACTERS = 1 << 24
 """Longest accepted line of a table; in JSON lines, a line can be an article with its references."""
 
+MAX_COLUMNS = 1 << 14
+"""Largest accepted number of columns of a CSV table, that of spreadsheets."""
+MAX_RATIO, FREE_BYTES = 100, 1 << 24
+"""A gzip file or workbook may unpack to `MAX_RATIO` times its size and `FREE_BYTES`; tables reach a ratio of 40."""
+
 _SEPARATORS = (",", ";", "\t", "|")
+_SEPARATOR_LINE = re.compile(r"\"?sep=(.)\"?\s*", re.IGNORECASE)
+"""First line that Excel writes in some countries."""
+_SHOWN = 100
+_BUFFER = 1 << 17
+_HEADER_LINES = 50
+"""Lines in which a header that is not the first line is looked for."""
 _LABEL_VALUES = {"1.0": 1, "0.0": 0, "-1.0": -1, "1": 1, "0": 0, "-1": -1}
 
 
@@ -49,7 +61,10 @@ class Record:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Plan:
-    """All records of a corpus, its label names, and counts of its rows and warnings."""
+    """All records of a corpus, its label names, and counts of its rows and warnings.
+
+    Raises CorpusError when rows were counted and do not add up.
+    """
 
     corpus: str
     records: Sequence[Record]
@@ -63,6 +78,13 @@ class Plan:
     """Folders that images and reports must be in, links resolved; default the one that holds all of them by name."""
     generators: tuple[Mapping[str, Any], ...] = ()
     """See `Manifest.generators`."""
+
+    def __post_init__(self) -> None:
+        rows = self.rows
+        records = len(self.records) if rows.read and rows.unit == IMAGES else rows.kept
+        if rows.read != rows.kept + rows.left_out.total() or records != rows.kept:
+            message = f"the counts of {self.corpus} do not add up: {rows}; {records} records"
+            raise CorpusError(f"{message}; count each row once in its `plan`", "mismatch", field="rows")
 
     @property
     def excluded(self) -> Counter[str]:
@@ -119,27 +141,37 @@ def report_sections(report: Report, warnings: Counter[str]) -> dict[str, str]:
 def read_table(path: Path, required: Iterable[str], folders: InputFolders) -> Iterator[dict[str, str]]:
     """Yield the rows of a CSV file or `.gz`, with any separator of `_SEPARATORS`.
 
-    Raises CorpusError as `read_lines`, or if it lacks a column or has it twice. No message quotes a cell; where the
-    first line has none of the required columns, it may be a patient's row and is not quoted either.
+    White space around column names and empty fields after the last column are ignored, as is a line `sep=;` before the
+    header. Raises CorpusError as `read_lines`, or if it lacks a column or has it twice. No message quotes a cell; where
+    the first line has none of the required columns, it may be a patient's row and is not quoted either.
     """
-    required, lines, line = tuple(required), read_lines(path, folders), 1
+    required, line = tuple(required), 1
+    lines = _RowLines(path, folders)
     try:
-        first = next(lines, "")
-        separator = _separator(first, required)
+        first = next((text for text in lines if text.strip()), "")
+        if "\0" in first:
+            raise _other_encoding(path, "UTF-16LE")
+        if stated := _SEPARATOR_LINE.fullmatch(first):
+            first = next(lines, "")
+        separator = stated[1] if stated else _separator(first, required)
         # strict: a quote that is not closed would join all rows up to the next one
-        reader = csv.DictReader(itertools.chain([first], lines), delimiter=separator, strict=True)
-        columns = reader.fieldnames or ()
+        reader = csv.reader(itertools.chain([first], lines), delimiter=separator, strict=True)
+        columns = [name.strip() for name in next(reader, [])]
+        if len(columns) > MAX_COLUMNS:
+            raise CorpusError(f"{path}: expected at most {MAX_COLUMNS} columns, got {len(columns)}", "too_large")
         if columns and not set(columns) & set(required):
-            state = f"{path}: the first line has none of the columns {', '.join(required)} in its {len(columns)} fields"
-            advice = "expected a line of column names (not shown here, as it may be a patient's row)"
-            raise CorpusError(f"{state}; {advice}", "missing", field=required[0])
+            raise _without_header(path, len(columns), lines, required)
         check_columns(path, columns, required)
-        for row in reader:
-            if None in row or None in row.values():
-                where = f"{path}, line {reader.line_num}"
-                raise malformed(where, "expected as many fields as in the header; quote texts with a separator")
-            line = reader.line_num
-            yield row
+        for fields in reader:
+            lines.size = 0
+            if not fields:
+                continue
+            if len(fields) != len(columns) and (len(fields) < len(columns) or any(fields[len(columns) :])):
+                where = f"{path}, line {lines.number}"
+                expected = f"expected {len(columns)} fields as in the header, got {len(fields)}"
+                raise malformed(where, f"{expected}; quote texts with a separator or a line break")
+            line = lines.number
+            yield dict(zip(columns, fields, strict=False))
     except csv.Error as error:
         if "field limit" in str(error):
             raise _too_large(str(path), f"a cell of {MAX_CELL_CHARACTERS}") from None
@@ -147,11 +179,43 @@ def read_table(path: Path, required: Iterable[str], folders: InputFolders) -> It
         raise malformed(f"{path}, after line {line}", message) from error
 
 
+class _RowLines:
+    """Lines of a CSV table; raises CorpusError where a row of several lines becomes too long."""
+
+    def __init__(self, path: Path, folders: InputFolders) -> None:
+        self._path, self._lines = path, read_lines(path, folders)
+        self.number, self.size = 0, 0
+        """Lines read, and characters since the reader set it to 0 at the end of a row."""
+
+    def __iter__(self) -> Iterator[str]:
+        return self
+
+    def __next__(self) -> str:
+        line = next(self._lines)
+        self.number += 1
+        self.size += len(line)
+        if self.size > MAX_LINE_CHARACTERS:
+            raise _too_large(f"{self._path}, line {self.number}", f"a row of {MAX_LINE_CHARACTERS}")
+        return line
+
+
+def _without_header(path: Path, fields: int, lines: Iterator[str], required: Sequence[str]) -> CorpusError:
+    """Return the error of a table whose first line has no required column; it names the line that has all of them."""
+    for number, line in enumerate(itertools.islice(lines, _HEADER_LINES), start=2):
+        names = next(csv.reader([line], delimiter=_separator(line, required)), [])
+        if set(required) <= {name.strip() for name in names}:
+            message = f"{path}: the column names are in line {number}; remove the lines above it"
+            return CorpusError(message, "malformed", field=required[0])
+    state = f"{path}: the first line has none of the columns {', '.join(required)} in its {fields} fields"
+    advice = "expected a line of column names (not shown here, as it may be a patient's row)"
+    return CorpusError(f"{state}; {advice}", "missing", field=required[0])
+
+
 def _separator(header: str, required: Sequence[str]) -> str:
     """Return the separator that finds most of the required columns in the header; the comma where none does."""
 
     def found(separator: str) -> int:
-        return len(set(next(csv.reader([header], delimiter=separator), ())) & set(required))
+        return len({name.strip() for name in next(csv.reader([header], delimiter=separator), ())} & set(required))
 
     return max(_SEPARATORS, key=found)
 
@@ -169,7 +233,8 @@ def read_json_lines(
         try:
             row = parse_json(line)
         except ValueError as error:
-            message = f"{path}, row {number}: cannot be read as JSON ({type(error).__name__})"
+            ours = isinstance(error, DuplicateKeyError | NonFiniteNumberError)  # their messages quote no text
+            message = f"{path}, row {number}: cannot be read as JSON ({error if ours else type(error).__name__})"
             raise CorpusError(message, "malformed") from error
         if not isinstance(row, dict):
             raise CorpusError(f"{path}, row {number}: expected a JSON object", "malformed")
@@ -194,22 +259,59 @@ def read_lines(path: Path, folders: InputFolders) -> Iterator[str]:
 
 @contextlib.contextmanager
 def open_text(path: Path, folders: InputFolders) -> Iterator[TextIO]:
-    """Open a text file, gzipped or not, in UTF-8. Raises CorpusError, also within the block, when it is unreadable."""
+    """Open a text file, gzipped or not, in UTF-8, or in UTF-16 with a byte-order mark.
+
+    Raises CorpusError, also within the block, when it is unreadable or unpacks to too many bytes.
+    """
     try:
         with folders.open(path, CorpusError) as file:
             zipped = path.suffix == ".gz"
             if zipped and not os.fstat(file.fileno()).st_size:
                 raise EOFError("an empty file is not a gzip file")  # which GzipFile accepts
-            data = gzip.GzipFile(fileobj=file) if zipped else file
-            yield io.TextIOWrapper(data, encoding="utf-8-sig", newline="")
+            if zipped:
+                unpacked = io.BufferedReader(_Unpacked(path, file), _BUFFER)
+                yield io.TextIOWrapper(unpacked, encoding=_encoding(unpacked.peek(4)), newline="")
+            else:
+                start = file.read(4)
+                file.seek(0)
+                yield io.TextIOWrapper(file, encoding=_encoding(start), newline="")
     except FileNotFoundError:
         raise CorpusError(f"{path} does not exist", "not_found") from None
     except UnicodeDecodeError as error:
-        guess = "UTF-16" if error.object[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE) else "WINDOWS-1252"
-        advice = f"save it as UTF-8, for example with iconv -f {guess} -t UTF-8"
-        raise CorpusError(f"{path} is not UTF-8 text; {advice}", "malformed", field="encoding") from None
+        is_utf16 = "utf-16" in error.encoding or b"\0" in error.object[:64]
+        raise _other_encoding(path, "UTF-16" if is_utf16 else "WINDOWS-1252") from None
     except (OSError, EOFError, zlib.error) as error:
         raise CorpusError(f"{path} is damaged ({type(error).__name__}): copy it again", "malformed") from error
+
+
+def _other_encoding(path: Path, guess: str) -> CorpusError:
+    advice = f"save it as UTF-8, for example with iconv -f {guess} -t UTF-8"
+    return CorpusError(f"{path} is not UTF-8 text; {advice}", "malformed", field="encoding")
+
+
+class _Unpacked(io.RawIOBase):
+    """Content of a gzip file, up to a multiple of its size."""
+
+    def __init__(self, path: Path, file: BinaryIO) -> None:
+        self._path, self._content = path, gzip.GzipFile(fileobj=file)
+        self._left = FREE_BYTES + MAX_RATIO * os.fstat(file.fileno()).st_size
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        data = self._content.read(len(buffer))
+        self._left -= len(data)
+        if self._left < 0:
+            advice = "unpack it with gunzip if you trust it"
+            raise CorpusError(f"{self._path} unpacks to more than {MAX_RATIO} times its size; {advice}", "too_large")
+        buffer[: len(data)] = data
+        return len(data)
+
+
+def _encoding(start: bytes) -> str:
+    is_utf16 = start[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE) and start[2:4] != b"\0\0"  # else UTF-32
+    return "utf-16" if is_utf16 else "utf-8-sig"
 
 
 def _too_large(where: str, what: str) -> CorpusError:
@@ -228,7 +330,8 @@ def check_columns(where: object, columns: Sequence[str], required: Sequence[str]
     missing = [name for name in required if name not in columns]
     if missing:
         plural = "s" if len(missing) > 1 else ""
-        message = f"{where} lacks the column{plural} {', '.join(missing)}; it has {', '.join(columns)}"
+        present = ", ".join(columns[:_SHOWN]) + (f" and {len(columns) - _SHOWN} more" if len(columns) > _SHOWN else "")
+        message = f"{where} lacks the column{plural} {', '.join(missing)}; it has {present}"
         raise CorpusError(message, "missing", field=missing[0])
 
 
