@@ -25,6 +25,7 @@ from medvl.errors import MedvlError, SplitError
 from medvl.eval import (
     LabelPolicy,
     PageHeader,
+    default_folder,
     list_prompts,
     load_ensemble,
     load_prompts,
@@ -55,7 +56,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--uncertain", choices=("ignore", "zeros", "ones", "per_class"), default="ignore")
     parser.add_argument("--missing", choices=("negative", "ignore"), default="negative")
     parser.add_argument("--resamples", type=int, default=1000, help="bootstrap resamples (default: 1000)")
-    parser.add_argument("--out", type=Path, help="default: eval/chexpert-SPLIT beside the checkpoint")
+    parser.add_argument("--out", type=Path, help="default: chexpert-SPLIT with the checkpoint's other evaluations")
+    parser.add_argument("--replace", action="store_true", help="replace results of another checkpoint in --out")
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
@@ -113,8 +115,8 @@ def run(options: argparse.Namespace) -> None:
         checkpoint=options.checkpoint,
     )
     ensemble = "-ensemble" if len(models) > 1 else ""
-    out = options.out or options.checkpoint[0].parent / "eval" / f"chexpert-{options.split}{ensemble}"
-    paths = write_results(result.results, out, result.predictions())
+    out = options.out or default_folder(options.checkpoint[0], f"chexpert-{options.split}{ensemble}")
+    paths = write_results(result.results, out, result.predictions(), replace=options.replace)
     page = write_zero_shot_page(
         result,
         out / "index.html",

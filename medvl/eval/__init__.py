@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     )
     from medvl.eval.core.metrics import choose_threshold as choose_threshold
     from medvl.eval.core.open import load_ensemble as load_ensemble, open_for_evaluation as open_for_evaluation
-    from medvl.eval.core.publish import PageHeader as PageHeader
+    from medvl.eval.core.publish import PageHeader as PageHeader, default_folder as default_folder
     from medvl.eval.core.results import (
         MetricRow as MetricRow,
         Results as Results,

@@ -5,6 +5,7 @@ import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from medvl.data.annotations.label_names import match_labels, spoken_name
 from medvl.errors import EvaluationError
 from medvl.eval.zero_shot_classification.prompts import COMPETING, ClassPrompts, PromptSet, load_prompts
 
@@ -22,8 +23,8 @@ def prompts_for(
     """Return the prompt set that scores texts.
 
     Args:
-        texts: None for all classes of the set. The name of a class, in any case, has the sentences of the set; a pair
-            is a sentence for and one against; another phrase X is compared as "There is X." with "There is no X.".
+        texts: None for all classes of the set. The name of a class, in any spelling, has the sentences of the set; a
+            pair is a sentence for and one against; another phrase X is compared as "There is X." with "There is no X.".
         prompts: a prompt set, its name (`medvl list prompts`) or a JSON file, with the rule and the temperature.
         temperature: divisor of similarities before the softmax; None takes the set's.
 
@@ -65,9 +66,9 @@ def _sides(text: str | tuple[str, str], base: PromptSet) -> ClassPrompts:
     """Return the sentences for and against a text."""
     competing = base.scoring in COMPETING
     if isinstance(text, str):
-        known = {name.casefold(): sides for name, sides in base.classes.items()}
-        if (sides := known.get(text.strip().casefold())) is not None:
-            return sides
+        known = match_labels(list(base.classes), [text], synonyms=False)
+        if known:
+            return base.classes[next(iter(known))]
         if not competing:
             return _pair_of(text)
         message = f"prompt set {base.name!r} compares its own classes {', '.join(base.classes)}, got {text!r}"
@@ -83,6 +84,7 @@ def _sides(text: str | tuple[str, str], base: PromptSet) -> ClassPrompts:
 def _pair_of(text: str) -> ClassPrompts:
     phrase = _THERE.sub("", text.strip(), count=1) if _THERE.match(text.strip()) else text.strip()
     phrase = phrase.rstrip(". ")
+    phrase = spoken_name(phrase) if any(sign in phrase for sign in "_=") else phrase
     if not phrase:
         raise EvaluationError("expected a text, got an empty one", "empty", field="texts")
     if _NEGATED.match(text.strip()) or _NEGATED.match(phrase):

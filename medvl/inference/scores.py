@@ -7,6 +7,7 @@ from typing import Any, overload
 import torch
 from torch import Tensor
 
+from medvl.data.annotations.label_names import match_labels
 from medvl.data.images.inputs import ImageInput
 from medvl.errors import ConfigError, EvaluationError
 from medvl.eval.zero_shot_classification.prompts import ClassPrompts, PromptSet
@@ -149,9 +150,11 @@ def _labels(model: LabelModel, texts: Any) -> tuple[tuple[str, ...], list[int]]:
     labels: Sequence[str] = getattr(model.config, "labels", ())
     if texts is None:
         return tuple(labels), list(range(len(labels)))
-    column_of = {label.casefold(): column for column, label in enumerate(labels)}
-    unknown = [text for text in texts if not isinstance(text, str) or text.strip().casefold() not in column_of]
+    label_of = {
+        text: found for text in texts if isinstance(text, str) for found in match_labels(labels, [text], synonyms=False)
+    }
+    unknown = [text for text in texts if text not in label_of]
     if unknown or not texts:
         message = f"this classifier has the labels {', '.join(labels)}; got {unknown[0]!r}" if unknown else "no texts"
         raise ConfigError(message, "unknown_name" if unknown else "empty", field="texts")
-    return tuple(texts), [column_of[text.strip().casefold()] for text in texts]
+    return tuple(texts), [labels.index(label_of[text]) for text in texts]

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+from medvl.data.annotations.label_names import match_labels
 from medvl.errors import EvaluationError, MedvlError
 from medvl.eval.core.open import resolve_device
 from medvl.eval.core.results import checkpoint_sha256
@@ -89,10 +90,9 @@ class ServedModel:
         calibration.
         """
         model = open_model(source).to(resolve_device(device))
-        if on_hub(source):
-            return cls(str(source), model, prompts)
         checkpoint, folder = find_checkpoint(source), Path(source)
         title = (folder if checkpoint != folder else folder.absolute().parent).resolve().name
+        title = str(source) if on_hub(source) else title
         if not isinstance(model, DualEncoder):
             return cls(title, model, prompts, uncalibrated="only scores by prompts are calibrated")
         path = calibration or calibration_path(checkpoint, prompts.name)
@@ -144,8 +144,8 @@ class ServedModel:
         Raises EvaluationError for texts that the prompts cannot score (`medvl.inference.prompts_for`).
         """
         findings = self._prepare_scorer()
-        known = {name.casefold(): name for name in findings.names}
-        names = list(dict.fromkeys(known.get(text.casefold(), text) for text in texts)) or list(findings.names)
+        known = {text: name for text in texts for name in match_labels(findings.names, [text], synonyms=False)}
+        names = list(dict.fromkeys(known.get(text, text) for text in texts)) or list(findings.names)
         whole = self.prompts.scoring not in COMPETING or {*names} == {*findings.names}
         own = [name for name in names if not whole or name not in findings.names]
         scorers = [findings] * (len(own) < len(names))

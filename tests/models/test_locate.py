@@ -31,7 +31,7 @@ def test_a_run_stands_for_its_best_checkpoint(run: Path) -> None:
     assert medvl.create_model("convirt", init_from=run, projection_dim=4, image_encoder="resnet_tiny",
                               text_encoder="tiny_bert", image_size=32, frozen_text_layers=0).config.projection_dim == 4  # fmt: skip
     assert checkpoint_sha256(run) == checkpoint_sha256(run / "best")
-    assert default_folder(run, "x") == default_folder(run / "best", "x") == run / "eval" / "x"
+    assert default_folder(run, "x") == default_folder(run / "best", "x") == run / "eval/step-1/x"
     assert medvl.load(run / "last").config.projection_dim == 8
     (run / "best").unlink()
     assert medvl.load(run).config.projection_dim == 8

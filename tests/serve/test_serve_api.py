@@ -242,7 +242,7 @@ def test_checkpoints_are_opened_with_the_calibration_beside_them(tmp_path: Path)
     write_calibration(CALIBRATION, path)
     assert "another checkpoint" in ServedModel.open(run, prompts, "cpu").describe()["calibration"]
     ours = {"checkpoint_sha256": checkpoint_sha256(run / "best"), "prompts_sha256": prompts.sha256}
-    write_calibration(dataclasses.replace(CALIBRATION, **ours), path)
+    write_calibration(dataclasses.replace(CALIBRATION, **ours), path, replace=True)
     opened = ServedModel.open(run, prompts, "cpu")
     assert opened.calibration is not None
     assert opened.title == "run"

@@ -26,6 +26,7 @@ def calibrate(
     uncertain: Literal["ignore", "zeros", "ones", "per_class"] = "ignore",
     missing: Literal["ignore", "negative"] = "negative",
     out: Path | None = None,
+    replace: bool = False,
 ) -> None:
     """Calibrate the zero-shot scores of a checkpoint on validation shards, for `medvl serve`.
 
@@ -35,15 +36,20 @@ def calibrate(
         prompts: name of a prompt set (`medvl list prompts`) or path of a JSON file of your own.
         uncertain: treatment of uncertain labels (-1).
         missing: treatment of missing labels.
-        out: file to write; default eval/calibration/PROMPTS.json in the run of the checkpoint.
+        out: file to write; default RUN/eval/STEP/calibration/PROMPTS.json, or CHECKPOINT/eval/... outside of a run.
+        replace: replace the calibration of another checkpoint in `out`.
     """
     from medvl.eval.classification.label_policy import LabelPolicy
     from medvl.eval.core.open import load_ensemble, open_for_evaluation, open_source
+    from medvl.eval.core.publish import check_output
     from medvl.eval.zero_shot_classification import calibration as fit
     from medvl.eval.zero_shot_classification.evaluate import common_classes
     from medvl.eval.zero_shot_classification.prompts import load_prompts
 
-    prompt_set, source = load_prompts(prompts), open_source(data, [checkpoint])
+    prompt_set = load_prompts(prompts)
+    path = out or fit.calibration_path(checkpoint, prompt_set.name)
+    check_output(path.parent)
+    source = open_source(data, [checkpoint])
     common_classes(prompt_set.for_labels(source.label_names), source)
     (model,) = load_ensemble([checkpoint], shared.device)
     result = fit.calibrate(
@@ -54,5 +60,5 @@ def calibrate(
         policy=LabelPolicy(uncertain=uncertain, missing=missing),
         data={"corpus": source.manifest.corpus, "split": source.manifest.split},
     )
-    path = fit.write_calibration(result, out or fit.calibration_path(checkpoint, prompt_set.name))
+    fit.write_calibration(result, path, replace=replace)
     print(fit.calibration_table(result), "", path, sep="\n")

@@ -36,6 +36,8 @@ def change(
 
     sentences = load_change_prompts(prompts)
     advice = "give the checkpoint of a dual-encoder or of a classifier of change"
+    name = "change" if folds is None else "change-probe"
+    folder = shared.folder(shared.checkpoint, name if use_prior else f"{name}-without-prior")
     model, source, read = open_evaluation(shared, System, advice)
     if not isinstance(model, DualEncoder | ChangeClassifier):
         raise unsupported_model(shared.checkpoint, model, advice)
@@ -56,6 +58,4 @@ def change(
         prior_pixels=lambda position: source.pixels(int(prior_N[position])),
         examples=examples,
     )
-    name = "change" if folds is None else "change-probe"
-    folder = shared.folder(shared.checkpoint, name if use_prior else f"{name}-without-prior")
-    publish_result(result, folder, page, f"{model.name} ({shared.checkpoint})", source.manifest, everything=shared.all)
+    publish_result(result, folder, page, f"{model.name} ({shared.checkpoint})", source.manifest, options=shared)

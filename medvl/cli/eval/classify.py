@@ -3,10 +3,10 @@
 import functools
 from pathlib import Path
 
-from medvl.cli.eval.options import EvalOptions, LabelOptions, open_evaluation, publish_result
+from medvl.cli.eval.options import EvalOptions, MeanOptions, open_evaluation, publish_result
 
 
-def classify(shared: EvalOptions, label: LabelOptions, *, valid: Path | None = None) -> None:
+def classify(shared: EvalOptions, label: MeanOptions, *, valid: Path | None = None) -> None:
     """Evaluate a classifier of recipes/linear_probe.py or recipes/classify_openi.py, with intervals and a page.
 
     Args:
@@ -18,6 +18,7 @@ def classify(shared: EvalOptions, label: LabelOptions, *, valid: Path | None = N
     from medvl.models import LabelModel
 
     checkpoint, advice = shared.checkpoint, "train a classifier on it with recipes/linear_probe.py"
+    folder = shared.folder(checkpoint, "classify")
     model, source, read = open_evaluation(shared, LabelModel, advice, text=True)
     result = evaluate.classify(
         model,
@@ -26,10 +27,10 @@ def classify(shared: EvalOptions, label: LabelOptions, *, valid: Path | None = N
         policy=label.policy(),
         threshold_rule=label.threshold_rule,
         resamples=shared.resamples,
+        smallest_class=label.smallest_class,
         checkpoint=checkpoint,
     )
     page = functools.partial(write_classification_page, result, pixels=source.pixels)
-    folder = shared.folder(checkpoint, "classify")
     publish_result(
         result,
         folder,
@@ -37,5 +38,5 @@ def classify(shared: EvalOptions, label: LabelOptions, *, valid: Path | None = N
         f"{model.name} of {model.reads} ({checkpoint})",
         source.manifest,
         result.table(),
-        everything=shared.all,
+        options=shared,
     )

@@ -34,6 +34,7 @@ def detection(
     from medvl.models import Detector
 
     checkpoint = shared.checkpoint
+    folder = shared.folder(checkpoint, "detection")
     model, source, read = open_evaluation(shared, Detector, _ADVICE.format("detector", checkpoint, "detection"))
     valid_loader = None if valid is None else read(open_source(valid, [checkpoint]))
     result = box_detection(
@@ -45,8 +46,7 @@ def detection(
         checkpoint=checkpoint,
     )
     page = functools.partial(write_detection_page, result, pixels=source.pixels, examples=examples)
-    folder = shared.folder(checkpoint, "detection")
-    publish_result(result, folder, page, f"{model.name} ({checkpoint})", source.manifest, everything=shared.all)
+    publish_result(result, folder, page, f"{model.name} ({checkpoint})", source.manifest, options=shared)
 
 
 def segmentation(
@@ -80,6 +80,7 @@ def segmentation(
     checkpoint = shared.checkpoint
     advice = _ADVICE.format("segmenter", checkpoint, "segmentation")
     kind: type[MaskModel] = MaskModel
+    folder = shared.folder(checkpoint, "segmentation")
     model, source, read = open_evaluation(shared, kind, advice, text=True)
     compared = other_texts if model.tokenizer is not None else ()
     result = mask_segmentation(
@@ -94,5 +95,4 @@ def segmentation(
         checkpoint=checkpoint,
     )
     page = functools.partial(write_segmentation_page, result, pixels=source.pixels)
-    folder = shared.folder(checkpoint, "segmentation")
-    publish_result(result, folder, page, f"{model.name} ({checkpoint})", source.manifest, everything=shared.all)
+    publish_result(result, folder, page, f"{model.name} ({checkpoint})", source.manifest, options=shared)

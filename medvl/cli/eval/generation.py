@@ -127,7 +127,7 @@ def generation(
     )
     page = functools.partial(write_generation_page, result, examples=examples)
     name = f"{opened[0].generation.system} ({images.generated[0]})"
-    publish_result(result, folder, page, name, str(images.test), result.table(), everything=shared.all)
+    publish_result(result, folder, page, name, str(images.test), result.table(), options=shared)
 
 
 def _models(options: ModelOptions, images: "GeneratedImages", device: str) -> "tuple[GenerationModels, dict[str, Any]]":

@@ -39,6 +39,7 @@ def grounding(
 
     checkpoint = shared.checkpoint
     rules = MapRules(unseen=unseen or "background", scale=scale or "unit") if unseen or scale else None
+    folder = shared.folder(checkpoint, "grounding")
     model, source, read = open_evaluation(shared, DualEncoder, "give the checkpoint of a dual-encoder", text=True)
     result = phrase_grounding(
         model,
@@ -53,5 +54,4 @@ def grounding(
     )
     page = functools.partial(write_grounding_page, result, pixels=source.pixels)
     table = format_table([row for row in result.results.rows if not row.metric.startswith("iou@")])
-    folder = shared.folder(checkpoint, "grounding")
-    publish_result(result, folder, page, f"{model.name} ({checkpoint})", source.manifest, table, everything=shared.all)
+    publish_result(result, folder, page, f"{model.name} ({checkpoint})", source.manifest, table, options=shared)

@@ -27,6 +27,7 @@ def masked_prediction(
     from medvl.eval.masked_prediction.page import write_masked_prediction_page
     from medvl.models.language.base import LanguageModel
 
+    folder = shared.folder(shared.checkpoint, "masked_prediction")
     model = load_model(shared.checkpoint, shared.device)
     if not isinstance(model, LanguageModel):
         raise unsupported_model(shared.checkpoint, model, "give a language model with a head for masked words")
@@ -41,5 +42,4 @@ def masked_prediction(
         checkpoint=shared.checkpoint,
     )
     page = functools.partial(write_masked_prediction_page, result, examples=examples)
-    folder = shared.folder(shared.checkpoint, "masked_prediction")
-    publish_result(result, folder, page, f"{model.name} ({shared.checkpoint})", source.manifest, everything=shared.all)
+    publish_result(result, folder, page, f"{model.name} ({shared.checkpoint})", source.manifest, options=shared)

@@ -18,11 +18,11 @@ def matching(shared: EvalOptions, *, sections: tuple[str, ...] = (), examples: i
     from medvl.eval.matching.page import write_matching_page
     from medvl.models import RetrievalModel, System
 
+    folder = shared.folder(shared.checkpoint, "matching")
     model, source, read = open_evaluation(shared, System, "give a dual-encoder or a fusion-encoder", text=True)
     model = model.as_matcher() if isinstance(model, RetrievalModel) else model
     result = image_text_matching(
         model, read(source, sections=sections), resamples=shared.resamples, checkpoint=shared.checkpoint
     )
     page = functools.partial(write_matching_page, result, pixels=source.pixels, examples=examples)
-    folder = shared.folder(shared.checkpoint, "matching")
-    publish_result(result, folder, page, f"{model.name} ({shared.checkpoint})", source.manifest, everything=shared.all)
+    publish_result(result, folder, page, f"{model.name} ({shared.checkpoint})", source.manifest, options=shared)

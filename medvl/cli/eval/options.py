@@ -36,7 +36,9 @@ class RunOptions:
     """Output and compute options."""
 
     out: Path | None = None
-    """folder for the output files; default eval/TASK in the run of the checkpoint"""
+    """folder for the output files; default RUN/eval/STEP/TASK, or CHECKPOINT/eval/TASK outside of a run"""
+    replace: bool = False
+    """replace results of another checkpoint in the output folder"""
     resamples: int = 1000
     """bootstrap resamples"""
     batch: int = 64
@@ -48,9 +50,33 @@ class RunOptions:
     all: bool = False
     """print all rows; by default, those that fit on one screen"""
 
-    def folder(self, checkpoint: Path, task: str) -> Path:
-        """Return the output folder."""
-        return self.out or run_folder(checkpoint, task)
+    def folder(self, checkpoint: Path | None, task: str, *, hashed: bool = True) -> Path:
+        """Return the output folder. Called before an evaluation, so that its hours are not lost at its end.
+
+        Args:
+            checkpoint: the evaluated checkpoint, or a file of predictions.
+            task: name of the folder.
+            hashed: whether the results hold the hash of `checkpoint`; False for ensembles and random weights.
+
+        Raises:
+            ConfigError: neither a checkpoint nor --out is given.
+            EvaluationError: the folder cannot be written, or holds results of another checkpoint without --replace.
+        """
+        from medvl.eval.core.publish import check_output, default_folder
+        from medvl.eval.core.results import check_replaceable, checkpoint_sha256
+
+        if checkpoint is None:
+            if self.out is None:
+                message = "--encoder needs --out: there is no run to hold the results"
+                raise ConfigError(message, "missing", field="out")
+            check_output(self.out)
+            return self.out
+        folder = self.out or default_folder(checkpoint, task)
+        check_output(folder)
+        if hashed and not self.replace and (folder / "results.json").is_file():
+            kind = "predictions" if checkpoint.is_file() else "checkpoint"
+            check_replaceable(folder, {kind: checkpoint_sha256(checkpoint)})
+        return folder
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -87,15 +113,6 @@ class LabelOptions:
         from medvl.eval.classification.label_policy import LabelPolicy
 
         return LabelPolicy(uncertain=self.uncertain, missing=self.missing)
-
-
-def run_folder(checkpoint: Path | None, task: str) -> Path:
-    """Return the default output folder. Raises ConfigError without a checkpoint, as there is no run then."""
-    from medvl.eval.core.publish import default_folder
-
-    if checkpoint is None:
-        raise ConfigError("--encoder needs --out: there is no run to hold the results", "missing", field="out")
-    return default_folder(checkpoint, task)
 
 
 _SCREEN_LINES = 38
@@ -144,6 +161,14 @@ def open_evaluation(
     return model, open_source(shared.data, [shared.checkpoint]), read
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MeanOptions(LabelOptions):
+    """Treatment of labels, thresholds and means over findings."""
+
+    smallest_class: int = 1
+    """positive, and negative, images that a finding needs to be in the means"""
+
+
 def publish_result(
     result: EvaluationResult,
     folder: Path,
@@ -152,11 +177,11 @@ def publish_result(
     data: "Manifest | str",
     table: str | None = None,
     *,
-    everything: bool,
+    options: RunOptions,
 ) -> None:
     """Write the files of an evaluation, on rank 0; print the table (default: of all rows) and the paths.
 
-    `everything` prints what does not fit on one screen as well.
+    Of the options, `all` prints what does not fit on one screen, and `replace` replaces results of another checkpoint.
     """
     from medvl.common.ranks import rank_and_world
     from medvl.eval.core.publish import publish
@@ -165,6 +190,13 @@ def publish_result(
     if rank_and_world()[0] > 0:
         return
 
-    predictions = result.predictions()
-    paths = publish(result.results, folder, predictions=predictions, write_page=write_page, model=model, data=data)
-    print_results(format_table(result.results.rows) if table is None else table, paths, everything=everything)
+    paths = publish(
+        result.results,
+        folder,
+        predictions=result.predictions(),
+        write_page=write_page,
+        model=model,
+        data=data,
+        replace=options.replace,
+    )
+    print_results(format_table(result.results.rows) if table is None else table, paths, everything=options.all)

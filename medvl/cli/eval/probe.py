@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from medvl.cli.eval.options import LabelOptions, RunOptions, publish_result, run_folder
+from medvl.cli.eval.options import MeanOptions, RunOptions, publish_result
 from medvl.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ def probe(
     test: Path,
     image: EncoderOptions,
     shared: RunOptions,
-    label: LabelOptions,
+    label: MeanOptions,
     *,
     fractions: tuple[float, ...] = (0.01, 0.1, 1.0),
     seeds: int = 5,
@@ -65,7 +65,8 @@ def probe(
     from medvl.eval.probing.page import write_probe_page
 
     probed = _open_encoder(image, test, shared.device)
-    folder = shared.out or run_folder(image.checkpoint, "probe_random" if image.random_encoder else "probe")
+    task = "probe_random" if image.random_encoder else "probe"
+    folder = shared.folder(image.checkpoint, task, hashed=not image.random_encoder)
     features = functools.partial(_features, probed, cache or folder.parent / "features", shared, levels)
     result = linear_probe(
         features(train, synthetic=True),
@@ -76,11 +77,12 @@ def probe(
         policy=label.policy(),
         threshold_rule=label.threshold_rule,
         resamples=shared.resamples,
+        smallest_class=label.smallest_class,
         inputs=_hashes(image, probed),
     )
     source = open_source(test)
     page = functools.partial(write_probe_page, result, pixels=source.pixels)
-    publish_result(result, folder, page, probed.name, source.manifest, result.table(), everything=shared.all)
+    publish_result(result, folder, page, probed.name, source.manifest, result.table(), options=shared)
 
 
 def _open_encoder(options: EncoderOptions, test: Path, device: str) -> "ProbedEncoder":

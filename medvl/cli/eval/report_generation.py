@@ -99,7 +99,6 @@ class _Reports:
     reports: "list[GeneratedReport]"
     others: "dict[str, list[GeneratedReport]]" = dataclasses.field(default_factory=dict)
     name: str
-    path: Path
     config: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     inputs: Mapping[str, str | None]
     data: "Manifest | str"
@@ -140,6 +139,7 @@ def report_generation(
 
     if (checkpoint is None) == (predictions is None):
         raise ConfigError("give exactly one of --checkpoint and --predictions", "conflict", field="checkpoint")
+    folder = shared.folder(checkpoint or predictions, "report_generation")
     if checkpoint is None:
         assert predictions is not None
         given = _from_file(predictions, data, sections)
@@ -155,9 +155,8 @@ def report_generation(
         inputs={**given.inputs, **external.inputs()},
         details=given.details,
     )
-    folder = shared.folder(given.path, "report_generation")
     page = functools.partial(write_report_page, result)
-    publish_result(result, folder, page, given.name, given.data, result.table(), everything=shared.all)
+    publish_result(result, folder, page, given.name, given.data, result.table(), options=shared)
 
 
 def _from_file(predictions: Path, data: Path | None, sections: tuple[str, ...]) -> _Reports:
@@ -169,7 +168,6 @@ def _from_file(predictions: Path, data: Path | None, sections: tuple[str, ...]) 
     return _Reports(
         reports=read_reports(predictions, references),
         name=str(predictions),
-        path=predictions,
         inputs={"predictions": sha256(predictions)},
         data=str(predictions) if source is None else source.manifest,
     )
@@ -211,7 +209,6 @@ def _from_checkpoint(
         reports=reports,
         others=generated,
         name=f"{model.name} ({checkpoint})",
-        path=checkpoint,
         config={
             "decodings": {name: dataclasses.asdict(each) for name, each in decodings.items()},
             "labels": "of the data" if phantom_truth is None else "ground truth of the phantom",

@@ -29,6 +29,7 @@ def retrieval(shared: EvalOptions, *, rerank: Path | None = None, shortlist: int
     from medvl.models import DualEncoder, FusionModel, RetrievalModel
 
     checkpoint, resamples = shared.checkpoint, shared.resamples
+    folder = shared.folder(rerank or checkpoint, "retrieval")
     advice = "give the checkpoint of a dual-encoder, and --rerank"
     model, source, read = open_evaluation(shared, DualEncoder, advice, text=True)
     loader = read(source)
@@ -48,8 +49,7 @@ def retrieval(shared: EvalOptions, *, rerank: Path | None = None, shortlist: int
             fusion, loader, shortlist=shortlist, shortlist_model=shortlist_model, resamples=resamples, checkpoint=rerank
         )
     page = None if result.examples is None else _page(result, source)
-    folder = shared.folder(rerank or checkpoint, "retrieval")
-    publish_result(result, folder, page, f"{model.name} ({checkpoint})", source.manifest, everything=shared.all)
+    publish_result(result, folder, page, f"{model.name} ({checkpoint})", source.manifest, options=shared)
 
 
 def _page(result: "RetrievalResult", source: "ShardSource") -> "WritePage":

@@ -26,6 +26,7 @@ def class_retrieval(shared: EvalOptions, *, candidates: Path | None = None, ks: 
     from medvl.models import DualEncoder
 
     fixed = None if candidates is None else RetrievalList.read(candidates)
+    folder = shared.folder(shared.checkpoint, "image_retrieval" if fixed is None else "class_retrieval")
     model, source, read = open_evaluation(shared, DualEncoder, "give the checkpoint of a dual-encoder", text=True)
     resamples, checkpoint = shared.resamples, shared.checkpoint
     if fixed is None:
@@ -35,8 +36,7 @@ def class_retrieval(shared: EvalOptions, *, candidates: Path | None = None, ks: 
         listed = Subset(source, [position for position in range(len(source)) if source.key(position) in keys])
         result = by_class.class_retrieval(model, read(listed), fixed, ks=ks, resamples=resamples, checkpoint=checkpoint)
     page = functools.partial(write_class_retrieval_page, result.results)
-    folder = shared.folder(checkpoint, result.results.protocol)
-    publish_result(result, folder, page, f"{model.name} ({checkpoint})", source.manifest, everything=shared.all)
+    publish_result(result, folder, page, f"{model.name} ({checkpoint})", source.manifest, options=shared)
 
 
 def make_retrieval_list(

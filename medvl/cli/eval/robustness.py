@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from medvl.cli.eval.options import EvalOptions, LabelOptions, open_evaluation, publish_result
+from medvl.cli.eval.options import EvalOptions, MeanOptions, open_evaluation, publish_result
 from medvl.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ class ProbeOptions:
 
 def robustness(
     shared: EvalOptions,
-    label: LabelOptions,
+    label: MeanOptions,
     fit: ProbeOptions,
     *,
     prompts: tuple[str, ...] = (),
@@ -91,17 +91,22 @@ def robustness(
         calibration=None if splits else _calibration(calibration, shared.checkpoint, first),
         probe=probe,
         settings=RobustnessSettings(
-            corruptions=corruptions, made_up=made_up, policy=label.policy(), resamples=shared.resamples, seed=seed
+            corruptions=corruptions,
+            made_up=made_up,
+            policy=label.policy(),
+            smallest_class=label.smallest_class,
+            resamples=shared.resamples,
+            seed=seed,
         ),
         checkpoint=shared.checkpoint,
     )
     name = f"{'linear probe of ' if splits else ''}{model.name} ({shared.checkpoint})"
     page = functools.partial(write_robustness_page, result, pixels=source.pixels)
-    publish_result(result, folder, page, name, source.manifest, result.table(), everything=shared.all)
+    publish_result(result, folder, page, name, source.manifest, result.table(), options=shared)
 
 
 def _probe(
-    model: "System", read: "Callable[..., Loader]", splits: Sequence[Path], cache: Path, label: LabelOptions
+    model: "System", read: "Callable[..., Loader]", splits: Sequence[Path], cache: Path, label: MeanOptions
 ) -> "FittedProbe":
     """Return a linear probe of the model's image encoder; its features are cached as those of `medvl eval probe`."""
     from medvl.eval.core.open import open_source

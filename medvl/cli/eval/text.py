@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from medvl.cli.eval.options import publish_result, run_folder
+from medvl.cli.eval.options import RunOptions, publish_result
 from medvl.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -77,6 +77,7 @@ def text(
     *,
     task: tuple[str, ...] = ("all",),
     out: Path | None = None,
+    replace: bool = False,
     compare_random: bool = False,
     examples: int = 5,
     resamples: int = 1000,
@@ -91,7 +92,8 @@ def text(
     Args:
         data: folder with a folder for each task.
         task: names of tasks; default all whose folder exists, of which incomplete ones are listed and skipped.
-        out: folder for the output files; default eval/text in the run of the checkpoint.
+        out: folder for the output files; default RUN/eval/STEP/text, or CHECKPOINT/eval/text outside of a run.
+        replace: replace results of another checkpoint in the output folder.
         compare_random: also fine-tune the same encoder from random weights, with paired differences.
         examples: mistakes of each task on the page; 0 for a page without texts.
         resamples: bootstrap resamples.
@@ -110,7 +112,8 @@ def text(
             print(f"Left out: {reason}", flush=True)
     if not names:
         raise ConfigError(f"{data} has no complete task; see data_cards/blurb.md", "not_found", field="data")
-    folder = out or run_folder(text.checkpoint, "text_random" if text.random_weights else "text")
+    outputs = RunOptions(out=out, replace=replace, all=all)
+    folder = outputs.folder(text.checkpoint, "text_random" if text.random_weights else "text", hashed=False)
     encoder = _open_encoder(text, random=text.random_weights)
     other = _open_encoder(text, random=True) if compare_random else None
     where = resolve_device(device)
@@ -118,7 +121,7 @@ def text(
         encoder, data, names, options, other=other, device=where, report=functools.partial(print, flush=True)
     )
     page = functools.partial(write_text_page, result, examples=examples)
-    publish_result(result, folder, page, encoder.name, str(data.name), everything=all)
+    publish_result(result, folder, page, encoder.name, str(data.name), options=outputs)
 
 
 def _open_encoder(options: TextEncoderOptions, *, random: bool) -> "EvaluatedEncoder":

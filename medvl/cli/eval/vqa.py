@@ -51,12 +51,14 @@ def vqa(
     from medvl.eval.vqa.protocol import get_protocol
 
     rules, shards = get_protocol(protocol), open_source(data)
-    if checkpoint is not None and predictions is None:
-        answers = _from_checkpoint(checkpoint, shards, split, rules, shared)
-    elif predictions is not None and checkpoint is None:
-        answers = _from_file(predictions)
-    else:
+    if (checkpoint is None) == (predictions is None):
         raise ConfigError("give exactly one of --checkpoint and --predictions", "conflict", field="checkpoint")
+    folder = shared.folder(checkpoint or predictions, "vqa")
+    if checkpoint is not None:
+        answers = _from_checkpoint(checkpoint, shards, split, rules, shared)
+    else:
+        assert predictions is not None
+        answers = _from_file(predictions)
     same_folder = train is None or train.resolve() == data.resolve()
     result = evaluate_answers(
         question_data([shards] if train is None or same_folder else [ShardSource(train), shards]),
@@ -71,12 +73,12 @@ def vqa(
     page = _page(result, answers, shards, split, examples)
     publish_result(
         result,
-        shared.folder(answers.path, "vqa"),
+        folder,
         page,
         answers.name,
         shards.manifest,
         result.table(),
-        everything=shared.all,
+        options=shared,
     )
 
 
@@ -86,7 +88,6 @@ class _Answers:
 
     predictions: "Predictions"
     name: str
-    path: Path
     inputs: Mapping[str, str]
     vocabulary: "AnswerVocabulary | Literal['protocol'] | None" = "protocol"
     """Answers of the model; None if it generates them, "protocol" if they are unknown."""
@@ -115,7 +116,6 @@ def _from_checkpoint(
     return _Answers(
         predictions=answer_questions(model, cast("QuestionLoader", loader)),
         name=f"{model.fusion_model.name} ({checkpoint})",
-        path=checkpoint,
         inputs={"checkpoint": checkpoint_sha256(checkpoint)},
         vocabulary=model_vocabulary(model, rules),
         explain=functools.partial(explain, model, source),
@@ -128,7 +128,6 @@ def _from_file(predictions: Path) -> _Answers:
     return _Answers(
         predictions=read_predictions(predictions),
         name=str(predictions),
-        path=predictions,
         inputs={"predictions": sha256(predictions)},
     )
 

@@ -3,14 +3,14 @@
 import functools
 from pathlib import Path
 
-from medvl.cli.eval.options import LabelOptions, RunOptions, publish_result
+from medvl.cli.eval.options import MeanOptions, RunOptions, publish_result
 
 
 def zero_shot(
     checkpoint: tuple[Path, ...],
     data: Path,
     shared: RunOptions,
-    label: LabelOptions,
+    label: MeanOptions,
     *,
     valid: Path | None = None,
     prompts: str | None = None,
@@ -33,6 +33,8 @@ def zero_shot(
     from medvl.eval.zero_shot_classification.page import write_zero_shot_page
     from medvl.eval.zero_shot_classification.prompts import load_prompts
 
+    task = "zero_shot" if len(checkpoint) == 1 else "zero_shot_ensemble"
+    folder = shared.folder(checkpoint[0], task, hashed=len(checkpoint) == 1)
     prompt_set, source = None if prompts is None else load_prompts(prompts), open_source(data, checkpoint)
     if prompt_set is not None:
         # errors of prompts and data come before the models are loaded
@@ -55,9 +57,9 @@ def zero_shot(
         policy=label.policy(),
         threshold_rule=label.threshold_rule,
         resamples=shared.resamples,
+        smallest_class=label.smallest_class,
         checkpoint=checkpoint,
     )
-    folder = shared.folder(checkpoint[0], "zero_shot" if len(models) == 1 else "zero_shot_ensemble")
     page = functools.partial(write_zero_shot_page, result, pixels=source.pixels)
     name = f"{models[0].name} ({', '.join(map(str, checkpoint))})"
-    publish_result(result, folder, page, name, source.manifest, result.table(), everything=shared.all)
+    publish_result(result, folder, page, name, source.manifest, result.table(), options=shared)

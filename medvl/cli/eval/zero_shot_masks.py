@@ -40,6 +40,7 @@ def zero_shot_masks(
     from medvl.models import DualEncoder
 
     checkpoint = shared.checkpoint
+    folder = shared.folder(checkpoint, "zero-shot-masks")
     model, source, read = open_evaluation(shared, DualEncoder, "give the checkpoint of a dual-encoder", text=True)
     result = evaluate.evaluate_zero_shot_masks(
         model,
@@ -56,5 +57,4 @@ def zero_shot_masks(
         checkpoint=checkpoint,
     )
     page = functools.partial(write_segmentation_page, result, pixels=source.pixels)
-    folder = shared.folder(checkpoint, "zero-shot-masks")
-    publish_result(result, folder, page, f"{model.name} ({checkpoint})", source.manifest, everything=shared.all)
+    publish_result(result, folder, page, f"{model.name} ({checkpoint})", source.manifest, options=shared)

@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from medvl.common.untrusted import parse_json
+from medvl.data.annotations.label_names import named_as, spoken_name
 from medvl.data.reports.labeler import NAMES, Mention, find_mentions
 from medvl.data.reports.labeler_cues import LINKS, PREDICATES
 from medvl.data.reports.labeler_scopes import compile_table
@@ -54,9 +55,15 @@ def statement(finding: str, value: int = POSITIVE, place: str = "") -> str:
     `place` is appended as "of the PLACE", or as "of both sides". Prompts for zero-shot classification are
     `statement(finding)`.
     """
-    name = _NAMES.get(finding, finding).lower()
+    name = _noun(finding)
     article = "" if place.startswith("both ") else "the "
     return f"There is {_WORDS[value]}{name}{f' of {article}{place}' if place else ''}."
+
+
+@functools.lru_cache(maxsize=4096)
+def _noun(finding: str) -> str:
+    (known,) = named_as((finding,), tuple(_NAMES), synonyms=False)
+    return _NAMES.get(known) or spoken_name(finding)
 
 
 def stated_name(text: str) -> str:

@@ -264,6 +264,8 @@ def change_metrics(scores_NLC: Array, truth_NL: NDArray[np.int64], findings: Seq
     class_NK = class_NLC.reshape(items, -1)
     right_NK = (class_NLC * right_NL[..., None]).reshape(items, -1)
     labelled = (truth_NL >= 0).sum(axis=0).tolist()
+    occurs_LC = class_NLC.any(axis=0)
+    occurs_L = occurs_LC.any(axis=1)
     rows = [
         MetricRow(metric=metric, target=target, n=n)
         for metric in ("macro_accuracy", "accuracy")
@@ -274,11 +276,17 @@ def change_metrics(scores_NLC: Array, truth_NL: NDArray[np.int64], findings: Seq
         drawn_RLC = (counts_NR.T @ class_NK).reshape(-1, count, classes)
         right_RLC = (counts_NR.T @ right_NK).reshape(-1, count, classes)
         within_RLC = np.where(drawn_RLC > 0, right_RLC / np.maximum(drawn_RLC, 1), np.nan)
-        macro_RL = mean_over_labels(within_RLC.reshape(-1, classes)).reshape(-1, count)
+        macro_RL = np.stack([mean_over_labels(within_RLC[:, at], occurs_LC[at]) for at in range(count)], axis=1)
         drawn_RL = drawn_RLC.sum(axis=2)
         accuracy_RL = np.where(drawn_RL > 0, right_RLC.sum(axis=2) / np.maximum(drawn_RL, 1), np.nan)
         return np.concatenate(
-            [mean_over_labels(macro_RL)[:, None], macro_RL, mean_over_labels(accuracy_RL)[:, None], accuracy_RL], axis=1
+            [
+                mean_over_labels(macro_RL, occurs_L)[:, None],
+                macro_RL,
+                mean_over_labels(accuracy_RL, occurs_L)[:, None],
+                accuracy_RL,
+            ],
+            axis=1,
         )
 
     return MetricGroup(rows, statistic)

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from medvl.common.untrusted import parse_json
+from medvl.data.annotations.label_names import spoken_name
 from medvl.errors import EvaluationError
 from medvl.schema import CHANGES
 
@@ -31,7 +32,7 @@ class ChangePrompts:
 
     def sentences(self, finding: str) -> list[list[str]]:
         """Return the sentences of each class about one finding, each starting with a capital letter."""
-        filled = [[t.replace("{finding}", finding.lower()) for t in self.templates[change]] for change in CHANGES]
+        filled = [[t.replace("{finding}", spoken_name(finding)) for t in self.templates[change]] for change in CHANGES]
         return [[text[:1].upper() + text[1:] for text in texts] for texts in filled]
 
 

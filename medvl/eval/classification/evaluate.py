@@ -23,6 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from medvl.data.annotations.label_names import match_labels, named_as, renamed_labels
 from medvl.errors import EvaluationError
 from medvl.eval.classification import scored_images as scoring
 from medvl.eval.classification.label_policy import LabelPolicy
@@ -65,6 +66,7 @@ def classify(
     resamples: int = 1000,
     seed: int = 0,
     smallest_subgroup: int = 10,
+    smallest_class: int = 1,
     checkpoint: str | Path | None = None,
 ) -> ClassificationResult:
     """Evaluate a classifier by the protocol of this module.
@@ -79,6 +81,7 @@ def classify(
         resamples: bootstrap resamples.
         seed: seed of the resampling.
         smallest_subgroup: positives, and negatives, that the AUROC of a subgroup needs.
+        smallest_class: positives, and negatives, that a label needs to be in the means over labels.
         checkpoint: directory or file whose hash is recorded in the results.
 
     Raises:
@@ -88,7 +91,7 @@ def classify(
     scoring.check_bootstrap_unit(bootstrap_unit)
     policy = policy or LabelPolicy()
     inputs = input_hashes(checkpoint, manifest=loader, validation_manifest=valid_loader)
-    test = score_labels(model, loader, policy)
+    test = dataclasses.replace(score_labels(model, loader, policy), smallest_class=smallest_class)
     thresholds = None
     if valid_loader is not None:
         thresholds = scoring.choose_thresholds(score_labels(model, valid_loader, policy), test, threshold_rule)
@@ -118,7 +121,8 @@ def classify(
 def score_labels(model: ClassifierModel, loader: Loader, policy: LabelPolicy) -> ScoredImages:
     """Return every image of a loader with probabilities and labels under the policy. Raises `EvaluationError`."""
     source = loader.source
-    names = tuple(name for name in model.config.labels if name in source.label_names)
+    label_of = match_labels(model.config.labels, source.label_names)
+    names = tuple(label_of)
     if not names:
         message = f"expected labels of the classifier in the data, got {', '.join(source.label_names) or 'none'}"
         raise EvaluationError(message, "mismatch", field="labels")
@@ -133,16 +137,22 @@ def score_labels(model: ClassifierModel, loader: Loader, policy: LabelPolicy) ->
     scores_NL = column(parts, "probabilities").numpy()[:, [model.config.labels.index(name) for name in names]]
     if not np.isfinite(scores_NL).all():
         raise EvaluationError("expected finite scores of the classifier; check its weights", "nonfinite")
-    resolved = policy.resolve(column(parts, "labels").double().numpy(), source.label_names)
+    label_names = named_as(source.label_names, names)
+    resolved = policy.resolve(column(parts, "labels").double().numpy(), label_names)
     by_key = samples_by_key(source)
     positions, samples = zip(*(by_key[key] for key in batches.keys), strict=True)
     return ScoredImages(
         names=names,
         scores_NL=scores_NL,
-        labels_NL=resolved.labels_NL[:, [source.label_names.index(name) for name in names]],
+        labels_NL=resolved.labels_NL[:, [label_names.index(name) for name in names]],
         samples=samples,
         positions=positions,
-        counts=scoring.image_counts(samples, batches.unreadable, resolved, names),
+        counts={
+            **scoring.image_counts(samples, batches.unreadable, resolved, names),
+            "classes_without_labels": [name for name in model.config.labels if name not in label_of],
+            "labels_without_classes": [name for name in source.label_names if name not in label_of.values()],
+            "renamed_labels": renamed_labels(label_of),
+        },
     )
 
 

@@ -12,9 +12,10 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from medvl.common.checks import check_choice
+from medvl.data.annotations.label_names import named_as
 from medvl.errors import EvaluationError
 from medvl.eval.core.metrics import Array
-from medvl.schema import NEGATIVE, POSITIVE, UNCERTAIN
+from medvl.schema import FINDINGS, NEGATIVE, POSITIVE, UNCERTAIN
 
 Uncertain = Literal["ignore", "zeros", "ones", "per_class"]
 Missing = Literal["ignore", "negative"]
@@ -76,7 +77,7 @@ class LabelPolicy:
 
         Args:
             labels_NL: label table.
-            names: name of each column.
+            names: name of each column. The rules find CheXpert's findings in any spelling.
 
         Raises EvaluationError if a label has another value, or names and columns do not match.
         """
@@ -90,9 +91,10 @@ class LabelPolicy:
             raise EvaluationError(message, "out_of_range", field="labels")
 
         resolved_NL, contradictions = table_NL.copy(), 0
-        if NO_FINDING in names:
-            contradictions = _imply_no_finding(resolved_NL, list(names), fill=self.no_finding == "implied")
-        for column, name in enumerate(names):
+        known = named_as(names, FINDINGS)
+        if NO_FINDING in known:
+            contradictions = _imply_no_finding(resolved_NL, known, fill=self.no_finding == "implied")
+        for column, name in enumerate(known):
             resolved_NL[uncertain_NL[:, column], column] = self._value_of_uncertain(name)
         if self.missing == "negative":
             resolved_NL[missing_NL & np.isnan(resolved_NL)] = NEGATIVE

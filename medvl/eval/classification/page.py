@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from medvl.errors import MedvlError
-from medvl.eval.classification.scored_images import ClassificationResult
+from medvl.eval.classification.scored_images import ClassificationResult, notes_on_means
 from medvl.eval.core.curves import RocCurve, calibration_bins, roc_curve
 from medvl.eval.core.metric_rows import MetricRow
 from medvl.eval.core.metrics import CALIBRATION_METRICS, DECISION_METRICS, ECE_BINS
@@ -84,7 +84,7 @@ def headlines(result: ClassificationResult) -> list[tuple[str, str, str]]:
     rows = _rows(result)
     names = (
         ("auroc", "macro_competition", "AUROC, five competition findings"),
-        ("auroc", "macro", f"AUROC, mean of {len(result.images.evaluable)} findings"),
+        ("auroc", "macro", f"AUROC, mean of {len(result.images.means['macro'])} findings"),
         ("average_precision", "macro", "Average precision, mean"),
         ("top1_accuracy", "one class", "Top-1 accuracy, images of one class"),
     )
@@ -112,6 +112,7 @@ def facts(
         ("Thresholds", thresholds),
         ("Unreadable", f"{left_out} images" if left_out else "none"),
     ]
+    shown += [("Means", note) for note in notes_on_means(details)]
     if details["no_finding_contradictions"]:
         shown.append(("Labels", f"{details['no_finding_contradictions']} images have both No Finding and a finding"))
     return header_facts(result.results, header, units=f"{config['bootstrap_unit']}s", extra=shown)

@@ -22,6 +22,8 @@ from medvl.eval.core.subgroup_metrics import subgroup_metrics
 from medvl.eval.core.subgroups import subgroup_masks, subgroups_of
 from medvl.schema import COMPETITION_FINDINGS, Sample
 
+FEW = 10
+"""Patients with a positive, or with a negative image, below which results name a class in a warning."""
 BootstrapUnit = Literal["patient", "image"]
 ThresholdRule = Literal["f1", "mcc", "youden"]
 
@@ -40,6 +42,8 @@ class ScoredImages:
     """Position of each sample in the source."""
     counts: Mapping[str, Any]
     """JSON counts of images and labels that were read, evaluated and left out."""
+    smallest_class: int = 1
+    """Positive, and negative, images that a class needs to be in the means."""
 
     @property
     def patients(self) -> list[str]:
@@ -54,14 +58,37 @@ class ScoredImages:
 
     @property
     def means(self) -> dict[str, list[str]]:
-        """Name of each mean -> its classes. Raises `EvaluationError` if no class can be evaluated."""
+        """Name of each mean -> its classes, which no resample changes.
+
+        Raises `EvaluationError` if no class can be evaluated.
+        """
         if not self.evaluable:
             message = f"expected positive and negative images of a class, got none for {', '.join(self.names)}"
             raise EvaluationError(message, "empty", field="labels")
-        means = {"macro": self.evaluable}
-        if set(COMPETITION_FINDINGS) <= set(self.evaluable):
+        fewest_L = np.minimum((self.labels_NL == 1).sum(axis=0), (self.labels_NL == 0).sum(axis=0))
+        enough = [name for name, fewest in zip(self.names, fewest_L, strict=True) if fewest >= self.smallest_class]
+        if not enough:
+            message = f"no class has {self.smallest_class} positive and as many negative images; lower smallest_class"
+            raise EvaluationError(message, "empty", field="smallest_class")
+        means = {"macro": enough}
+        if set(COMPETITION_FINDINGS) <= set(enough):
             means["macro_competition"] = list(COMPETITION_FINDINGS)
         return means
+
+    def details_of_means(self) -> dict[str, Any]:
+        """Return the classes of each mean, those left out with the reason, and those of few patients, as JSON."""
+        means = self.means
+        left_out = dict.fromkeys(self.counts.get("classes_without_labels", ()), "no label of the data")
+        left_out |= dict.fromkeys(self.counts.get("labels_without_prompts", ()), "no prompts")
+        left_out |= dict.fromkeys(self.counts.get("labels_without_classes", ()), "no label of the model")
+        for name, label_N in zip(self.names, self.labels_NL.T, strict=True):
+            if name not in means["macro"]:
+                lacking = [kind for kind, value in (("positive", 1), ("negative", 0)) if not (label_N == value).any()]
+                fewer = f"fewer than {self.smallest_class} positive or negative images"
+                left_out[name] = f"no {lacking[0]} images" if lacking else fewer
+        columns = [self.names.index(name) for name in means["macro"]]
+        few = few_patients(means["macro"], self.labels_NL[:, columns], self.patients)
+        return {"means": means, "left_out_of_means": left_out, "few_patients": few}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -86,7 +113,7 @@ class ClassificationResult:
     def table(self) -> str:
         """Return the rows of findings and the means of subgroups as plain text."""
         rows = [row for row in self.results.rows if not row.subgroup or row.target == "macro"]
-        return format_table(rows)
+        return "\n\n".join([format_table(rows), *notes_on_means(self.results.details)])
 
     def predictions(self) -> Iterator[dict[str, Any]]:
         """Yield key, patient, subgroups, scores and labels (NaN: left out) of each image, for `write_results`."""
@@ -100,6 +127,42 @@ class ClassificationResult:
                 "scores": dict(zip(images.names, scores, strict=True)),
                 "labels": dict(zip(images.names, labels, strict=True)),
             }
+
+
+def few_patients(names: Sequence[str], labels_NL: Array, patients: Sequence[str]) -> dict[str, dict[str, int]]:
+    """Return class -> patients with a positive and with a negative image, for classes with fewer than `FEW` of a kind.
+
+    Resamples of so few patients, which differ little, give intervals that are too narrow.
+    """
+    patient_N = np.array(patients)
+    few = {}
+    for name, label_N in zip(names, labels_NL.T, strict=True):
+        counts = {kind: len(set(patient_N[label_N == value])) for kind, value in (("positive", 1), ("negative", 0))}
+        if min(counts.values()) < FEW:
+            few[name] = counts
+    return few
+
+
+def notes_on_means(details: Mapping[str, Any]) -> list[str]:
+    """Return sentences on the classes that the means leave out, that have few patients, and that the data rename."""
+    reasons: dict[str, list[str]] = {}
+    for name, reason in details.get("left_out_of_means", {}).items():
+        reasons.setdefault(reason, []).append(name)
+    notes = []
+    if reasons:
+        left_out = "; ".join(f"{', '.join(names)} ({reason})" for reason, names in reasons.items())
+        notes.append(f"Left out of the means: {left_out}.")
+    few = details.get("few_patients", {})
+    if few:
+        counts = "; ".join(
+            f"{name} ({each['positive']} with, {each['negative']} without)" for name, each in few.items()
+        )
+        notes.append(f"Warning: few patients of a kind, so that values and intervals are unreliable: {counts}. "
+                     f"Leave them out of the means with --smallest-class {FEW}.")  # fmt: skip
+    renamed = details.get("renamed_labels", {})
+    if renamed:
+        notes.append(f"Labels read as classes: {', '.join(f'{label} as {name}' for name, label in renamed.items())}.")
+    return notes
 
 
 def check_bootstrap_unit(unit: str) -> None:
@@ -148,7 +211,8 @@ def decision_groups(
     if thresholds and decided:
         names = [test.names[index] for index in decided]
         predicted_NL = test.scores_NL[:, decided] >= np.array([thresholds[name] for name in names])
-        groups.append(decision_metrics(predicted_NL, test.labels_NL[:, decided], names))
+        mean_of = test.means["macro"] if test.smallest_class > 1 else None
+        groups.append(decision_metrics(predicted_NL, test.labels_NL[:, decided], names, mean_of=mean_of))
     return groups
 
 
@@ -169,7 +233,8 @@ def evaluate_scores(
         metric_groups: metrics of all images.
         thresholds: threshold per class, recorded in the details.
         protocol: name and version.
-        config: settings, with `bootstrap_unit`, `resamples`, `seed` and `smallest_subgroup`.
+        config: settings, with `bootstrap_unit`, `resamples`, `seed` and `smallest_subgroup`; the smallest class of the
+            means is that of `test`.
         inputs: hashes of the inputs.
         details: further details.
     """
@@ -188,7 +253,13 @@ def evaluate_scores(
         protocol=protocol[0],
         protocol_version=protocol[1],
         rows=rows,
-        config={**config, "ece_bins": ECE_BINS},
+        config={**config, "smallest_class": test.smallest_class, "ece_bins": ECE_BINS},
         inputs=inputs,
-        details={**test.counts, "thresholds": thresholds, "labels_in_subgroup_mean": labels_in_mean, **(details or {})},
+        details={
+            **test.counts,
+            **test.details_of_means(),
+            "thresholds": thresholds,
+            "labels_in_subgroup_mean": labels_in_mean,
+            **(details or {}),
+        },
     )

@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 
+from medvl.common.hub import HUB_PREFIX
 from medvl.errors import EvaluationError
 from medvl.eval.compare.predictions import Items, read_items, with_subgroups
 from medvl.eval.compare.readers import READERS, Reader
@@ -27,8 +28,10 @@ from medvl.eval.core.bootstrap import bootstrap
 from medvl.eval.core.curves import RocCurve, roc_curve
 from medvl.eval.core.metric_rows import MetricRow
 from medvl.eval.core.metrics import Array
-from medvl.eval.core.results import SUMMARY_TARGETS, Results, read_results
+from medvl.eval.core.publish import EVALUATIONS, evaluations_of
+from medvl.eval.core.results import SUMMARY_TARGETS, Results, checkpoint_sha256, read_results
 from medvl.eval.generation.result import IMAGES_OF
+from medvl.models.locate import CONFIG, find_checkpoint
 
 _RUN_INPUTS = frozenset({"checkpoint", "predictions", "vocabulary", "generator", "other"})
 """Inputs that may differ between runs, beside generated images ("images, guidance 3"); all others must agree."""
@@ -85,15 +88,23 @@ class Comparison:
 
 
 def find_runs(paths: Sequence[Path]) -> dict[str, list[Run]]:
-    """Find the evaluations of each protocol in results.json files, folders of evaluations or training runs.
+    """Find the evaluations of each protocol in results.json files, folders of evaluations, checkpoints or runs.
 
-    For a folder without a results.json, all evaluations in its `eval/` are read, or beside it if it is a checkpoint.
-    Runs are named by the parts of their paths that differ. Raises EvaluationError if a path has no evaluation.
+    A checkpoint or run stands for all evaluations in its folder (`medvl.eval.core.publish`). Runs are named by the
+    parts of their paths that differ.
+
+    Raises EvaluationError if a path has no evaluation, if two paths lead to the same results.json, or if the results
+    in the folder of a checkpoint are of other weights.
     """
     by_protocol: dict[str, list[tuple[Path, Results]]] = {}
+    given: dict[Path, Path] = {}
     for path in paths:
-        for folder in _folders(path):
-            results = read_results(folder)
+        for folder, results in _evaluations(path):
+            file = (folder / "results.json").resolve()
+            if file in given:
+                message = f"{given[file]} and {path} lead to the same results, {file}; give different evaluations"
+                raise EvaluationError(message, "conflict", field="runs")
+            given[file] = path
             by_protocol.setdefault(results.protocol, []).append((folder, results))
     runs = {}
     for protocol, entries in by_protocol.items():
@@ -102,16 +113,43 @@ def find_runs(paths: Sequence[Path]) -> dict[str, list[Run]]:
     return runs
 
 
-def _folders(path: Path) -> list[Path]:
-    if path.is_file():
-        return [path.parent]
-    for candidate in (path / "results.json", *(base / "eval" for base in (path, path.parent))):
-        if candidate.name == "results.json" and candidate.is_file():
-            return [path]
-        within = sorted(file.parent for file in candidate.glob("*/results.json"))
-        if within:
-            return within
-    raise EvaluationError(f"{path} has no results.json and no eval/ with one; evaluate the run first", "not_found")
+def _evaluations(path: Path) -> list[tuple[Path, Results]]:
+    """Return the evaluations that a path names, with their results."""
+    if (path / "results.json").is_file():
+        return [(path, read_results(path))]
+    if not path.exists() and not str(path).startswith(HUB_PREFIX):
+        raise EvaluationError(f"{path} does not exist; give a run or an evaluation", "not_found", field="runs")
+    if path.is_file() and not evaluations_of(path).is_dir():
+        return [(path.parent, read_results(path.parent))]
+    known = path.is_file() or (find_checkpoint(path) / CONFIG).is_file()
+    places = [evaluations_of(path)] if known else []
+    places += [path, *(base / EVALUATIONS for base in (path, path.parent))]  # the last two: of earlier versions
+    for place in dict.fromkeys(places):
+        folders = sorted(file.parent for file in place.glob("*/results.json"))
+        if folders:
+            entries = [(folder, read_results(folder)) for folder in folders]
+            if known:
+                _check_weights(path, entries)
+            return entries
+    message = f"{path} has no results.json and no eval/ with one; evaluate it first"
+    steps = sorted({file.parents[1].name for file in path.glob(f"{EVALUATIONS}/*/*/results.json")})
+    if steps:
+        message += f", or give one of {', '.join(str(path / EVALUATIONS / step) for step in steps)}"
+    raise EvaluationError(message, "not_found")
+
+
+def _check_weights(path: Path, entries: Sequence[tuple[Path, Results]]) -> None:
+    """Raise EvaluationError if results are of other weights than those of the checkpoint in whose folder they lie."""
+    try:
+        expected = checkpoint_sha256(path)
+    except EvaluationError:
+        return  # the weights are gone, the results remain
+    for folder, results in entries:
+        known = [results.inputs.get("checkpoint"), results.inputs.get("predictions")]
+        known += results.config.get("ensemble") or []
+        if any(known) and expected not in known:
+            message = f"the results in {folder} are of other weights than {path}; evaluate {path} again with --replace"
+            raise EvaluationError(message, "mismatch", field="runs")
 
 
 def short_names(folders: Sequence[Path]) -> list[str]:
@@ -152,7 +190,9 @@ def compare(runs: Sequence[Run], *, force: bool = False, resamples: int = 1000, 
     ]
     differences: list[Mapping[str, MetricRow]] = []
     for run, own_items in zip(runs[1:], items[1:], strict=True):
-        paired = _paired(items[0], own_items, resamples, seed)
+        other_means = _means_that_differ(runs[0], run)
+        notes += [f"{target} of {run.name} is over other classes than of {runs[0].name}" for target in other_means]
+        paired = _paired(items[0], own_items, resamples, seed, without=other_means)
         if isinstance(paired, str):
             notes.append(f"{run.name} is not paired with {runs[0].name}: {paired}")
         differences.append({} if isinstance(paired, str) else paired)
@@ -224,13 +264,26 @@ def _settings(runs: Sequence[Run]) -> list[str]:
     ]
 
 
-def _paired(first: Items | None, other: Items | None, resamples: int, seed: int) -> dict[str, MetricRow] | str:
-    """Return row name -> other minus first, or the reason why the runs cannot be paired."""
+def _means_that_differ(first: Run, other: Run) -> list[str]:
+    """Return the targets of means that are over other classes in the other run, so that they have no difference."""
+    means, others = (run.results.details.get("means") or {} for run in (first, other))
+    return [target for target in means if target in others and set(means[target]) != set(others[target])]
+
+
+def _paired(
+    first: Items | None, other: Items | None, resamples: int, seed: int, *, without: Sequence[str] = ()
+) -> dict[str, MetricRow] | str:
+    """Return row name -> other minus first, or the reason why the runs cannot be paired.
+
+    Rows of the targets in `without` have no difference, except in subgroups, whose classes are their own.
+    """
     if first is None or other is None:
         return "one of them has no predictions, or those of an earlier version"
     if first.names != other.names:
         return "their predictions are for different items"
-    common = [name for name in first.rows if name in set(other.rows)]
+    known = {row.name: row for group in first.metric_groups for row in group.rows}
+    left_out = {name for name, row in known.items() if row.target in without and not row.subgroup}
+    common = [name for name in first.rows if name in set(other.rows) - left_out]
     columns = [[items.rows.index(name) for name in common] for items in (first, other)]
 
     def statistic(counts_NR: Array) -> Array:
@@ -238,7 +291,6 @@ def _paired(first: Items | None, other: Items | None, resamples: int, seed: int)
         return np.asarray(of_other[:, columns[1]] - of_first[:, columns[0]])
 
     estimate = bootstrap(statistic, len(first.names), resamples=resamples, seed=seed, groups=first.groups)
-    known = {row.name: row for group in first.metric_groups for row in group.rows}
     values = zip(common, estimate.value_K, estimate.low_K, estimate.high_K, strict=True)
     return {
         name: dataclasses.replace(known[name], value=float(value), low=float(low), high=float(high))

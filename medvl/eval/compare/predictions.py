@@ -10,7 +10,7 @@ Shape letters: N items, R resamples, K rows.
 
 import dataclasses
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -115,7 +115,7 @@ def _metric_groups(
     masks_of = subgroup_masks([line.get("subgroups", {}) for line in lines])
     smallest = int(results.config.get("smallest_subgroup", SMALLEST_SUBGROUP))
     if ranked is not None:
-        yield from _ranking(ranked, masks_of, smallest)
+        yield from _ranking(ranked, masks_of, smallest, results.details.get("means"))
     yield from reader.metric_groups(lines, results)
     for attribute, masks in masks_of.items():
         for name, mask_N in masks.items():
@@ -140,10 +140,15 @@ def _columns(group: MetricGroup, chosen: Sequence[int]) -> MetricGroup:
     return MetricGroup([group.rows[n] for n in chosen], lambda counts_NR: group.statistic(counts_NR)[:, chosen])
 
 
-def _ranking(ranked: Ranked, masks_of: Masks, smallest: int) -> Iterator[MetricGroup]:
-    """Yield AUROC and average precision of every class, their means, and AUROC in subgroups."""
+def _ranking(
+    ranked: Ranked, masks_of: Masks, smallest: int, known: Mapping[str, Sequence[str]] | None
+) -> Iterator[MetricGroup]:
+    """Yield AUROC and average precision of every class, their means, and AUROC in subgroups.
+
+    The means are over the classes that the results name (`known`), in earlier versions all with both kinds.
+    """
     names, scores_NL, labels_NL, suffix = ranked
-    means = {"macro": [], **means_over(names, labels_NL)}
+    means = {"macro": [], **(means_over(names, labels_NL) if known is None else known)}
     for metric in ("auroc", "average_precision"):
         group = ranking_metrics(metric, scores_NL, labels_NL, names, means=means)
         rows = [dataclasses.replace(row, metric=f"{metric}{suffix}") for row in group.rows]

@@ -11,8 +11,9 @@ Rules for every metric:
 * A single item or group has no interval (NaN): its resamples are all the same.
 * A label with a single class has no value (NaN). Resamples without both classes are left out of the label's interval;
   if fewer than half of the resamples remain, the interval is NaN.
-* A mean over labels is taken within each resample, over the labels defined in it. All labels share the resampled
-  images, so that the interval of the mean includes their dependence.
+* A mean over labels is taken within each resample, always over the same labels: those defined in all data. Resamples
+  in which one of them is undefined are left out of the interval of the mean, which would otherwise mix means over
+  different labels. All labels share the resampled images, so that the interval includes their dependence.
 
 Shape letters: N items, R resamples, L labels, U groups (units), K values of a statistic.
 """
@@ -199,9 +200,19 @@ def ranked_columns(scores_NL: ArrayLike, labels_NL: ArrayLike) -> list[RankedCol
     return [RankedColumn(scores_N, labels_N) for scores_N, labels_N in zip(scores.T, labels.T, strict=True)]
 
 
-def mean_over_labels(values_RL: Array) -> Array:
-    """Return values_R, the mean over the labels defined in each resample; NaN if none is."""
-    defined_RL = ~np.isnan(values_RL)
-    count_R = defined_RL.sum(axis=1)
-    total_R = np.where(defined_RL, values_RL, 0.0).sum(axis=1)
-    return np.where(count_R > 0, total_R / np.maximum(count_R, 1), np.nan)
+def mean_over_labels(values_RL: Array, fixed_L: NDArray[np.bool_]) -> Array:
+    """Return values_R, the mean over a fixed set of labels; NaN in a resample in which one of them is undefined.
+
+    Args:
+        values_RL: values of all labels.
+        fixed_L: whether a label is in the mean, such as from `defined_labels`.
+    """
+    if not fixed_L.any():
+        return np.full(len(values_RL), np.nan)
+    values_RF = np.ascontiguousarray(values_RL[:, fixed_L])
+    return np.asarray(values_RF.sum(axis=1) / values_RF.shape[1])
+
+
+def defined_labels(statistic: Statistic, n: int) -> NDArray[np.bool_]:
+    """Return whether each value of a statistic of `n` items is defined on all data, each item once."""
+    return np.asarray(~np.isnan(statistic(np.ones((n, 1)))[0]))

@@ -12,7 +12,7 @@ from collections.abc import Hashable, Mapping, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from medvl.eval.core.bootstrap import Statistic, bootstrap, mean_over_labels, ranked_columns
+from medvl.eval.core.bootstrap import Statistic, bootstrap, defined_labels, mean_over_labels, ranked_columns
 from medvl.eval.core.metrics import CALIBRATION_METRICS, DECISION_METRICS, Array, DecisionColumn, ProbabilityColumn
 
 
@@ -91,28 +91,31 @@ def ranking_metrics(
 ) -> MetricGroup:
     """Return AUROC ("auroc") or average precision ("average_precision") per label, and means over sets of labels.
 
-    `means` maps the target of a mean ("macro") to its labels.
+    `means` maps the target of a mean ("macro") to its labels, of which those with both kinds are in the mean.
     """
     columns = ranked_columns(scores_NL, labels_NL)
     statistics = [{"auroc": c.auroc_R, "average_precision": c.average_precision_R}[metric] for c in columns]
     means = means or {}
-    members = [[list(names).index(name) for name in labels] for labels in means.values()]
+    both_L = (labels_NL == 1).any(axis=0) & (labels_NL == 0).any(axis=0)
+    members = [both_L & np.isin(names, list(labels)) for labels in means.values()]
     labelled = _count_labelled(labels_NL)
     rows = [label_row(metric, name, labels_N, subgroup) for name, labels_N in zip(names, labels_NL.T, strict=True)]
     rows += [MetricRow(metric=metric, target=target, subgroup=subgroup, n=labelled) for target in means]
 
     def statistic(counts_NR: Array) -> Array:
         values_RL = np.stack([column(counts_NR) for column in statistics], axis=1)
-        mean_columns = [mean_over_labels(values_RL[:, chosen])[:, None] for chosen in members]
+        mean_columns = [mean_over_labels(values_RL, fixed_L)[:, None] for fixed_L in members]
         return np.concatenate([values_RL, *mean_columns], axis=1)
 
     return MetricGroup(rows, statistic)
 
 
-def decision_metrics(predicted_NL: NDArray[np.bool_], labels_NL: Array, names: Sequence[str]) -> MetricGroup:
-    """Return `DECISION_METRICS` per label, and their means over labels as target "macro"."""
+def decision_metrics(
+    predicted_NL: NDArray[np.bool_], labels_NL: Array, names: Sequence[str], *, mean_of: Sequence[str] | None = None
+) -> MetricGroup:
+    """Return `DECISION_METRICS` per label, and their means over labels (of `mean_of`) as target "macro"."""
     columns = [DecisionColumn(*pair) for pair in zip(predicted_NL.T, labels_NL.T, strict=True)]
-    return _multi_metric_group(DECISION_METRICS, [column.metrics_RK for column in columns], labels_NL, names)
+    return _multi_metric_group(DECISION_METRICS, [column.metrics_RK for column in columns], labels_NL, names, mean_of)
 
 
 def calibration_metrics(probability_NL: Array, labels_NL: Array, names: Sequence[str]) -> MetricGroup:
@@ -122,16 +125,25 @@ def calibration_metrics(probability_NL: Array, labels_NL: Array, names: Sequence
 
 
 def _multi_metric_group(
-    metrics: Sequence[str], columns: Sequence[Statistic], labels_NL: Array, names: Sequence[str]
+    metrics: Sequence[str],
+    columns: Sequence[Statistic],
+    labels_NL: Array,
+    names: Sequence[str],
+    mean_of: Sequence[str] | None = None,
 ) -> MetricGroup:
     columns_of_labels = list(zip(names, labels_NL.T, strict=True))
     rows = [label_row(metric, name, labels_N) for metric in metrics for name, labels_N in columns_of_labels]
     rows += [MetricRow(metric=metric, target="macro", n=_count_labelled(labels_NL)) for metric in metrics]
 
+    def of_labels(counts_NR: Array) -> Array:
+        return np.stack([column(counts_NR) for column in columns]).transpose(2, 1, 0)
+
+    fixed_KL = ~np.isnan(of_labels(np.ones((len(labels_NL), 1)))[:, 0])
+    fixed_KL &= np.isin(names, list(names if mean_of is None else mean_of))
+
     def statistic(counts_NR: Array) -> Array:
-        values_LRK = np.stack([column(counts_NR) for column in columns])
-        by_metric_KRL = values_LRK.transpose(2, 1, 0)
-        means_RK = np.stack([mean_over_labels(values_RL) for values_RL in by_metric_KRL], axis=1)
+        by_metric_KRL = of_labels(counts_NR)
+        means_RK = np.stack([*map(mean_over_labels, by_metric_KRL, fixed_KL)], axis=1)
         return np.concatenate([*by_metric_KRL, means_RK], axis=1)
 
     return MetricGroup(rows, statistic)
@@ -174,7 +186,7 @@ def top1_metrics(scores_NL: Array, labels_NL: Array) -> MetricGroup:
     """Return top-1 accuracy over the images with exactly one positive and no unknown label.
 
     "top1_accuracy" is the fraction of images whose class scores highest; "top1_balanced_accuracy" is the mean of this
-    fraction over the classes that occur in the resample. A tie for the highest score counts as wrong.
+    fraction over the classes that occur. A tie for the highest score counts as wrong.
     """
     exclusive_N = (labels_NL == 1).sum(axis=1) == 1
     exclusive_N &= ~np.isnan(labels_NL).any(axis=1)
@@ -183,6 +195,7 @@ def top1_metrics(scores_NL: Array, labels_NL: Array) -> MetricGroup:
     right_N = (scores_NL >= of_truth_N).sum(axis=1) == 1
     class_NL = exclusive_N[:, None] * (truth_N[:, None] == np.arange(labels_NL.shape[1])).astype(np.float64)
     right_NL = class_NL * right_N[:, None]
+    occurs_L = class_NL.any(axis=0)
     n = int(exclusive_N.sum())
     rows = [MetricRow(metric=f"top1_{kind}", target="one class", n=n) for kind in ("accuracy", "balanced_accuracy")]
 
@@ -191,7 +204,7 @@ def top1_metrics(scores_NL: Array, labels_NL: Array) -> MetricGroup:
         within_RL = np.where(drawn_RL > 0, right_RL / np.maximum(drawn_RL, 1), np.nan)
         total_R = drawn_RL.sum(axis=1)
         accuracy_R = np.where(total_R > 0, right_RL.sum(axis=1) / np.maximum(total_R, 1), np.nan)
-        return np.stack([accuracy_R, mean_over_labels(within_RL)], axis=1)
+        return np.stack([accuracy_R, mean_over_labels(within_RL, occurs_L)], axis=1)
 
     return MetricGroup(rows, statistic)
 
@@ -218,10 +231,11 @@ def label_mean_metrics(metric: str, value_N: Array, labels: Sequence[str]) -> Me
     values_NK = np.concatenate([value_N[:, None], np.where(of_label_NL, value_N[:, None], np.nan)], axis=1)
     means = mean_metrics(metric, values_NK, ["overall", *names])
     overall, *of_labels = means.rows
+    fixed_L = defined_labels(means.statistic, len(value_N))[1:]
 
     def statistic(counts_NR: Array) -> Array:
         values_RK = means.statistic(counts_NR)
-        macro_R1 = mean_over_labels(values_RK[:, 1:])[:, None]
+        macro_R1 = mean_over_labels(values_RK[:, 1:], fixed_L)[:, None]
         return np.concatenate([values_RK[:, :1], macro_R1, values_RK[:, 1:]], axis=1)
 
     return MetricGroup([overall, dataclasses.replace(overall, target="macro"), *of_labels], statistic)

@@ -26,6 +26,8 @@ from medvl.models.locate import find_checkpoint, weight_files, weights_sha256
 RESULTS_VERSION = 1
 SUMMARY_TARGETS = ("macro_competition", "macro", "micro", "overall", "macro of five", "micro of five", "one class")
 """Targets that are means over others; they come first in tables."""
+_MODEL_INPUTS = ("checkpoint", "predictions", "generator", "encoder")
+"""Inputs that name the evaluated model."""
 _PACKAGES = ("numpy", "open_clip_torch", "timm", "torch", "transformers")
 
 
@@ -85,13 +87,20 @@ class Results:
 
 
 def write_results(
-    results: Results, folder: str | Path, predictions: Iterable[Mapping[str, Any]] | None = None
+    results: Results,
+    folder: str | Path,
+    predictions: Iterable[Mapping[str, Any]] | None = None,
+    *,
+    replace: bool = False,
 ) -> list[Path]:
     """Write `results.json`, and `predictions.jsonl` if predictions are given, and return their paths.
 
-    Each file is written atomically (a temporary file and a rename), the results last.
+    Each file is written atomically (a temporary file and a rename), the results last. Results of the same checkpoint
+    are replaced; those of another one only with `replace`, else EvaluationError "exists" is raised.
     """
     folder = Path(folder)
+    if not replace:
+        check_replaceable(folder, results.inputs)
     folder.mkdir(parents=True, exist_ok=True)
     paths = []
     if predictions is not None:
@@ -107,6 +116,26 @@ def write_results(
     text = json.dumps(to_json(data), indent=2, allow_nan=False) + "\n"
     paths.append(write_atomic(folder / "results.json", text))
     return paths
+
+
+def check_replaceable(folder: Path, inputs: Mapping[str, str | None]) -> None:
+    """Raise EvaluationError "exists" if the folder holds results of another model than that of `inputs`."""
+    path = folder / "results.json"
+    if not path.is_file():
+        return
+    earlier = read_results(path).inputs
+    for name in _MODEL_INPUTS:
+        known, new = earlier.get(name), inputs.get(name)
+        if known is not None and known != new:
+            message = (
+                f"{path} holds results of another {name} ({_short(known)}) than this evaluation ({_short(new)}); give "
+                "another folder (--out), or replace them (--replace)"
+            )
+            raise EvaluationError(message, "exists", field="out")
+
+
+def _short(digest: str | None) -> str:
+    return "without a hash" if digest is None else f"sha256 {digest[:12]}"
 
 
 def to_json(value: Any) -> Any:

@@ -72,7 +72,8 @@ def _gap_metric(
 
     def mean_of(labels_NL: Array) -> Callable[[Array], Array]:
         ranked = ranked_columns(scores_NL[:, columns], labels_NL[:, columns])
-        return lambda counts_NR: mean_over_labels(np.stack([column.auroc_R(counts_NR) for column in ranked], axis=1))
+        all_L = np.ones(len(ranked), dtype=np.bool_)
+        return lambda counts_NR: mean_over_labels(np.stack([c.auroc_R(counts_NR) for c in ranked], axis=1), all_L)
 
     groups = {group: mean_of(labels) for group, labels in labels_by_group.items() if enough[group][columns].all()}
     values = {group: float(statistic(np.ones((len(scores_NL), 1)))[0]) for group, statistic in groups.items()}

@@ -9,7 +9,7 @@ import torch
 
 from medvl.data.loading.dense_targets import Kind, is_annotated
 from medvl.errors import EvaluationError
-from medvl.eval.core.bootstrap import mean_over_labels
+from medvl.eval.core.bootstrap import defined_labels, mean_over_labels
 from medvl.eval.core.full_pass import FullPass, samples_by_key
 from medvl.eval.core.interfaces import Loader
 from medvl.eval.core.metric_rows import MetricGroup
@@ -88,14 +88,15 @@ def evaluate_images(
     return results, counts
 
 
-def with_macro(group: MetricGroup) -> MetricGroup:
-    """Append the mean over labels to a group whose rows are one metric's labels, if there are several."""
+def with_macro(group: MetricGroup, n: int) -> MetricGroup:
+    """Append the mean over labels to a group of `n` items whose rows are one metric's labels, if there are several."""
     if len(group.rows) < 2:
         return group
+    fixed_L = defined_labels(group.statistic, n)
 
     def statistic(counts_NR: Array) -> Array:
         values_RL = group.statistic(counts_NR)
-        return np.concatenate([values_RL, mean_over_labels(values_RL)[:, None]], axis=1)
+        return np.concatenate([values_RL, mean_over_labels(values_RL, fixed_L)[:, None]], axis=1)
 
     return MetricGroup([*group.rows, dataclasses.replace(group.rows[0], target="macro", n_positive=None)], statistic)
 

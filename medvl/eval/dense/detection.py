@@ -229,10 +229,11 @@ def detection_groups(
 def precision_group(matched: Mapping[str, MatchedDetections]) -> MetricGroup:
     """Return the average precisions of every label, and their means over labels if there are several.
 
-    A label without a box has no average precision and is left out of the mean, also within a resample.
+    A label without a box has no average precision and is left out of the mean.
     """
     statistics = {label: AveragePrecision(one) for label, one in matched.items()}
     boxed = {label: (one.boxes_N > 0)[:, None] for label, one in matched.items()}
+    boxed_L = np.array([mask_N1.any() for mask_N1 in boxed.values()])
     first = next(iter(matched.values()))
     means = {"ap_rsna": first.overlap_indices("rsna"), "ap_coco": first.overlap_indices("coco")}
     means |= {f"ap@{overlap:g}": [first.overlaps.index(overlap)] for overlap in (0.4, 0.5, 0.75)}
@@ -246,7 +247,7 @@ def precision_group(matched: Mapping[str, MatchedDetections]) -> MetricGroup:
     def statistic(counts_NR: Array) -> Array:
         values_LRM = np.stack([of_label(label, counts_NR) for label in matched])
         if len(matched) > 1:
-            means_MR = [mean_over_labels(values_RL) for values_RL in values_LRM.transpose(2, 1, 0)]
+            means_MR = [mean_over_labels(values_RL, boxed_L) for values_RL in values_LRM.transpose(2, 1, 0)]
             values_LRM = np.concatenate([values_LRM, np.stack(means_MR, axis=1)[None]])
         return values_LRM.transpose(1, 2, 0).reshape(counts_NR.shape[1], -1)
 
@@ -270,8 +271,8 @@ def threshold_groups(matched: Mapping[str, MatchedDetections], thresholds: Mappi
     detected_NL = np.stack([(one.scores_ND >= thresholds[label]).any(axis=1) for label, one in used.items()], axis=1)
     boxed_NL = np.stack([one.boxes_N > 0 for one in used.values()], axis=1)
     return [
-        with_macro(mean_metrics("challenge_score", scores_NL, list(used))),
-        with_macro(mean_metrics("left_empty", np.where(boxed_NL, np.nan, ~detected_NL), list(used))),
+        with_macro(mean_metrics("challenge_score", scores_NL, list(used)), len(scores_NL)),
+        with_macro(mean_metrics("left_empty", np.where(boxed_NL, np.nan, ~detected_NL), list(used)), len(boxed_NL)),
     ]
 
 

@@ -197,14 +197,16 @@ def mask_groups(areas: Mapping[str, MaskAreas], empty: EmptyRule) -> list[Metric
         "left_empty": [mask_metrics.left_empty(one) for one in areas.values()],
     }
     means = [mean_metrics(metric, np.concatenate(values, axis=1), list(areas)) for metric, values in columns.items()]
-    return [with_macro(group) for group in [*means, *mask_metrics.pooled_metrics(areas)]]
+    images = len(next(iter(areas.values())).pixels_N)
+    return [with_macro(group, images) for group in [*means, *mask_metrics.pooled_metrics(areas)]]
 
 
 def segmentation_groups(
     areas: Mapping[str, MaskAreas], pixel_auroc_NL: NDArray[np.float64], empty: EmptyRule
 ) -> list[MetricGroup]:
     """Return `mask_groups` and "pixel_auroc"."""
-    return [*mask_groups(areas, empty), with_macro(mean_metrics("pixel_auroc", pixel_auroc_NL, list(areas)))]
+    pixel_auroc = mean_metrics("pixel_auroc", pixel_auroc_NL, list(areas))
+    return [*mask_groups(areas, empty), with_macro(pixel_auroc, len(pixel_auroc_NL))]
 
 
 def read_areas(lines: Sequence[Mapping[str, Any]], labels: Sequence[str]) -> dict[str, MaskAreas]:
@@ -229,7 +231,8 @@ def _text_groups(
     own_NL, other_NL = (np.concatenate([dice(one, empty) for one in each.values()], axis=1) for each in (areas, others))
     columns = {"dice": other_NL, "dice_gain": own_NL - other_NL}
     return [
-        with_macro(mean_metrics(metric, values_NL, list(areas), subgroup=name)) for metric, values_NL in columns.items()
+        with_macro(mean_metrics(metric, values_NL, list(areas), subgroup=name), len(values_NL))
+        for metric, values_NL in columns.items()
     ]
 
 

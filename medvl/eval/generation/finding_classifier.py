@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from medvl.data.annotations.label_names import match_labels, named_as
 from medvl.data.splits import check_disjoint
 from medvl.errors import EvaluationError
 from medvl.eval.classification.label_policy import LabelPolicy
@@ -89,7 +90,7 @@ def fit_classifier(train: FeatureTable, valid: FeatureTable, policy: LabelPolicy
 
 def findings_of(table: FeatureTable, policy: LabelPolicy) -> tuple[str, ...]:
     """Return the findings with positives and negatives. Raises EvaluationError if there are none."""
-    present = [name for name in FINDINGS if name in table.label_names]
+    present = list(match_labels(FINDINGS, table.label_names))
     labels_NL = labels_of(table, present, policy) if present else np.zeros((1, 0))
     both_L = (labels_NL == 1).any(axis=0) & (labels_NL == 0).any(axis=0)
     names = tuple(name for name, both in zip(present, both_L, strict=True) if both)
@@ -101,7 +102,8 @@ def findings_of(table: FeatureTable, policy: LabelPolicy) -> tuple[str, ...]:
 
 def labels_of(table: FeatureTable, names: tuple[str, ...] | list[str], policy: LabelPolicy) -> Array:
     """Return the labels under the policy, in the columns of `names`; NaN for a name that the table lacks."""
-    return columns_of(policy.apply(table.labels_NL, table.label_names), table.label_names, names)
+    known = named_as(table.label_names, FINDINGS)
+    return columns_of(policy.apply(table.labels_NL, known), known, names)
 
 
 def columns_of(labels_NL: Array, present: tuple[str, ...], names: tuple[str, ...] | list[str]) -> Array:

@@ -26,6 +26,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from torch import Tensor
 
+from medvl.data.annotations.label_names import match_labels, named_as, renamed_labels
 from medvl.data.loading.subset import label_fraction
 from medvl.data.splits import check_disjoint
 from medvl.errors import EvaluationError, SplitError
@@ -52,7 +53,8 @@ class ProbeResult(ClassificationResult):
     def table(self) -> str:
         """Return the AUROC of every label by fraction as plain text."""
         metrics = [f"auroc{suffix(fraction)}" for fraction in self.fractions]
-        return format_table([row for row in self.results.rows if row.metric in metrics])
+        table = format_table([row for row in self.results.rows if row.metric in metrics])
+        return "\n\n".join([table, *scoring.notes_on_means(self.results.details)])
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -106,6 +108,7 @@ def linear_probe(
     resamples: int = 1000,
     seed: int = 0,
     smallest_subgroup: int = 10,
+    smallest_class: int = 1,
     inputs: Mapping[str, str | None] | None = None,
 ) -> ProbeResult:
     """Fit and evaluate linear probes by the protocol of this module.
@@ -115,7 +118,7 @@ def linear_probe(
         fractions: fractions of the training patients whose labels are used, each in (0, 1].
         seeds: runs per fraction below 1.
         penalties: candidate penalties.
-        policy, threshold_rule, bootstrap_unit, resamples, seed, smallest_subgroup: as in `zero_shot`.
+        policy, threshold_rule, bootstrap_unit, resamples, seed, smallest_subgroup, smallest_class: as in `zero_shot`.
         inputs: further hashes for `Results.inputs`, such as that of the encoder.
 
     Raises:
@@ -139,6 +142,7 @@ def linear_probe(
     runs = _fit_all(data, fractions, seeds, penalties)
     main = next(run for run in runs if run.fraction == max(fractions))
     images, on_valid = _with_scores(main, data, scored)
+    images = dataclasses.replace(images, smallest_class=smallest_class)
     thresholds = scoring.choose_thresholds(on_valid, images, threshold_rule)
     noted = {"note": train.note} if train.note else {}
     groups = scoring.ranking_groups(images) + scoring.decision_groups(images, thresholds, probabilities=True)
@@ -159,7 +163,10 @@ def _prepare(
 ) -> tuple[_Data, dict[str, ScoredImages]]:
     """Return the data of the three sets for their common labels, and their images with scores of zero."""
     check_disjoint({"train": train.patients, "validation": valid.patients, "test": test.patients}, "the linear probe")
-    names = tuple(name for name in test.label_names if name in train.label_names and name in valid.label_names)
+    label_of = {part: match_labels(test.label_names, table.label_names) for part, table in
+                (("train", train), ("valid", valid), ("test", test))}  # fmt: skip
+    names = tuple(name for name in test.label_names if name in label_of["train"] and name in label_of["valid"])
+    lacking = [name for name in test.label_names if name not in names]
     if not names:
         message = "expected labels in common to training, validation and test data, got none"
         raise EvaluationError(message, "mismatch", field="labels")
@@ -167,14 +174,19 @@ def _prepare(
     for part, table in (("train", train), ("valid", valid), ("test", test)):
         if part != "train" and any(sample.extra.get("synthetic") for sample in table.samples):
             raise SplitError(f"the {part} images of the probe are synthetic; give real ones", "synthetic", field=part)
-        resolved = policy.resolve(table.labels_NL, table.label_names)
+        label_names = named_as(table.label_names, test.label_names)
+        resolved = policy.resolve(table.labels_NL, label_names)
         scored[part] = ScoredImages(
             names=names,
             scores_NL=np.zeros((len(table.samples), len(names))),
-            labels_NL=resolved.labels_NL[:, [table.label_names.index(name) for name in names]],
+            labels_NL=resolved.labels_NL[:, [label_names.index(name) for name in names]],
             samples=table.samples,
             positions=table.positions,
-            counts=scoring.image_counts(table.samples, table.unreadable, resolved, names),
+            counts={
+                **scoring.image_counts(table.samples, table.unreadable, resolved, names),
+                "labels_without_classes": lacking,
+                "renamed_labels": renamed_labels(label_of["train"]),
+            },
         )
     standardize = Standardizer.fit(train.x_ND)
     data = _Data(

@@ -48,12 +48,15 @@ def clinical_metrics(
         for metric in METRICS
     ]
 
+    fixed_L = sum_NL.any(axis=0)
+
     def statistic(counts_NR: Array) -> Array:
         counts_RL = [counts_NR.T @ x_NL for x_NL in (both_NL, generated_NL, reference_NL, sum_NL)]
         parts = [_metrics(*counts_RL)]
         for columns in members:
             sums = (x_RL[:, columns].sum(axis=1, keepdims=True) for x_RL in counts_RL)
-            macro = (mean_over_labels(values_RL[:, columns]) for values_RL in np.moveaxis(parts[0], 2, 0))
+            values_KRL = np.moveaxis(parts[0][:, columns], 2, 0)
+            macro = (mean_over_labels(values_RL, fixed_L[columns]) for values_RL in values_KRL)
             parts += [_metrics(*sums), np.stack(list(macro), axis=1)[:, None]]
         return np.concatenate(parts, axis=1).reshape(counts_NR.shape[1], -1)
 

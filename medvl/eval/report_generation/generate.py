@@ -5,6 +5,7 @@ from typing import Protocol, runtime_checkable
 
 from torch import nn
 
+from medvl.data.annotations.label_names import match_labels
 from medvl.data.loading.sources import Source
 from medvl.data.tokenizer.tokenizer import Tokenizer
 from medvl.data.transforms.text import REPORT_SECTIONS, choose_sections
@@ -122,7 +123,10 @@ def decode_texts(model: ReportWriter, tokenizer: Tokenizer, batch: Batch, decodi
 
 def _labels(sample: Sample, labels: Mapping[str, Mapping[str, int]] | None, source: Source) -> Mapping[str, int] | None:
     if labels is None:
-        return dict(sample.labels) if set(FINDINGS) <= set(source.label_names) else None
+        label_of = match_labels(FINDINGS, source.label_names)
+        if len(label_of) < len(FINDINGS):
+            return None
+        return {name: sample.labels[label] for name, label in label_of.items() if label in sample.labels}
     if sample.key not in labels:
         message = f"no labels for the image {sample.key}: give those of the same corpus, hashed with the same salt"
         raise EvaluationError(message, "not_found", field="labels")

@@ -34,7 +34,7 @@ from medvl.data.transforms.text import REPORT_SECTIONS, choose_sections
 from medvl.errors import EvaluationError
 from medvl.eval.classification.label_policy import LabelPolicy
 from medvl.eval.classification.scored_images import image_counts
-from medvl.eval.core.bootstrap import mean_over_labels
+from medvl.eval.core.bootstrap import defined_labels, mean_over_labels
 from medvl.eval.core.embeddings import embed_texts
 from medvl.eval.core.full_pass import FullPass, input_hashes, samples_by_key
 from medvl.eval.core.interfaces import Loader, Model
@@ -374,9 +374,10 @@ def precision_metrics(k: int, values_QL: Array, names: Sequence[str], direction:
     metric = f"precision@{k}"
     by_class = mean_metrics(metric, values_QL, names, subgroup=direction)
     macro = MetricRow(metric=metric, target="macro", subgroup=direction, n=len(values_QL))
+    fixed_L = defined_labels(by_class.statistic, len(values_QL))
 
     def statistic(counts_QR: Array) -> Array:
         values_RL = by_class.statistic(counts_QR)
-        return np.concatenate([values_RL, mean_over_labels(values_RL)[:, None]], axis=1)
+        return np.concatenate([values_RL, mean_over_labels(values_RL, fixed_L)[:, None]], axis=1)
 
     return MetricGroup([*by_class.rows, macro], statistic)

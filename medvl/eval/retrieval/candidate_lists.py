@@ -19,6 +19,7 @@ from typing import Any, Literal, get_args
 from medvl.common.checks import check_choice
 from medvl.common.files import write_atomic
 from medvl.common.untrusted import ANYWHERE, parse_json
+from medvl.data.annotations.label_names import match_labels
 from medvl.data.corpora.common.tables import check_columns, read_lines
 from medvl.data.corpora.labels import chexpert
 from medvl.data.privacy.deidentify import Deidentifier
@@ -26,7 +27,7 @@ from medvl.data.views import frontal_or_lateral
 from medvl.errors import CorpusError, EvaluationError
 from medvl.eval.classification.label_policy import NO_FINDING
 from medvl.eval.core.interfaces import Source
-from medvl.schema import COMPETITION_FINDINGS, POSITIVE, UNCERTAIN, Sample
+from medvl.schema import COMPETITION_FINDINGS, POSITIVE, UNCERTAIN
 
 Exclusive = Literal["all_labels", "classes"]
 """Labels of which an image of a class must have no other: all of the source except No Finding, or the classes."""
@@ -122,7 +123,7 @@ def sample_list(
 
     Args:
         source: samples with labels.
-        classes: names of labels.
+        classes: names of labels, in any spelling.
         per_class: images per class.
         seed: seed of the order.
         exclusive: the labels that count as others: "all_labels" of the sample except No Finding, or the "classes".
@@ -134,11 +135,13 @@ def sample_list(
     check_choice(exclusive, get_args(Exclusive), "exclusive", error=EvaluationError)
     check_choice(views, get_args(Views), "views", error=EvaluationError)
     keys: dict[str, list[str]] = {name: [] for name in classes}
+    class_of = {label: name for name, label in match_labels(classes, source.label_names).items()}
     for position in range(len(source)):
         sample = source.sample(position)
         if views == "frontal" and sample.view and frontal_or_lateral(sample.view) != "frontal":
             continue
-        if label := _only_class(sample, classes, exclusive):
+        labels = {class_of.get(label, label): value for label, value in sample.labels.items()}
+        if label := _only_class(labels, classes, exclusive):
             keys[label].append(sample.key)
     short = {label: len(of_label) for label, of_label in keys.items() if len(of_label) < per_class}
     if short or not classes:
@@ -156,10 +159,10 @@ def sample_list(
     )
 
 
-def _only_class(sample: Sample, classes: Sequence[str], exclusive: Exclusive) -> str | None:
-    others = sample.labels.keys() - {NO_FINDING} if exclusive == "all_labels" else set[str]()
-    present = [name for name in {*classes, *others} if sample.labels.get(name) in (POSITIVE, UNCERTAIN)]
-    only = len(present) == 1 and present[0] in classes and sample.labels[present[0]] == POSITIVE
+def _only_class(labels: Mapping[str, int], classes: Sequence[str], exclusive: Exclusive) -> str | None:
+    others = {*labels} - {*match_labels((NO_FINDING,), [*labels]).values()} if exclusive == "all_labels" else set[str]()
+    present = [name for name in {*classes, *others} if labels.get(name) in (POSITIVE, UNCERTAIN)]
+    only = len(present) == 1 and present[0] in classes and labels[present[0]] == POSITIVE
     return present[0] if only else None
 
 

@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from medvl.eval.classification.label_policy import LabelPolicy
+from medvl.eval.classification.label_policy import NO_FINDING, LabelPolicy
+from medvl.eval.classification.scored_images import few_patients
 from medvl.eval.core.metric_rows import MetricGroup, calibration_metrics, mean_metrics, ranking_metrics
 from medvl.eval.core.metrics import Array
 from medvl.eval.core.subgroup_metrics import subgroup_metrics
@@ -34,8 +35,10 @@ class Tests:
     details: dict[str, Any]
 
 
-def assemble(scores: Scores, policy: LabelPolicy, smallest: int, calibration: Calibration | None) -> Tests:
-    """Return the metrics of all tests that the model and the data allow."""
+def assemble(
+    scores: Scores, policy: LabelPolicy, smallest: int, calibration: Calibration | None, smallest_class: int = 1
+) -> Tests:
+    """Return the metrics of all tests that the model and the data allow; settings as in `RobustnessSettings`."""
     clean = scores.clean
     others = [*(images for _, images in scores.sites.values()), *scores.outside.values()]
     patients = [*clean.patients, *(patient for images in others for patient in images.patients)]
@@ -44,7 +47,8 @@ def assemble(scores: Scores, policy: LabelPolicy, smallest: int, calibration: Ca
     names = list(scores.scorer.names) or labelled
     columns = [scores.label_names.index(name) for name in names]
     labels_TL = _padded(resolved.labels_NL[:, columns], len(patients))
-    evaluable = [index for index, labels_T in enumerate(labels_TL.T) if {0.0, 1.0} <= set(labels_T.tolist())]
+    fewest_L = np.minimum((labels_TL == 1).sum(axis=0), (labels_TL == 0).sum(axis=0))
+    evaluable = np.flatnonzero(fewest_L >= max(smallest_class, 1)).tolist()
     kept = _Kept(scores, names, labels_TL, evaluable, len(patients))
     groups: list[MetricGroup] = []
     details: dict[str, Any] = {
@@ -54,6 +58,9 @@ def assemble(scores: Scores, policy: LabelPolicy, smallest: int, calibration: Ca
         "left_out": dict(scores.left_out),
         "not_scored": {name: list(sets) for name, sets in scores.scorer.not_scored.items()},
         "not_evaluable": [name for index, name in enumerate(names) if index not in evaluable],
+        "means": {"macro": [names[index] for index in evaluable]},
+        "left_out_of_means": _left_out_of_means(scores, names, evaluable, smallest_class),
+        "few_patients": few_patients([names[index] for index in evaluable], labels_TL[:, evaluable], patients),
         "sites": {name: len(images.samples) for name, (_, images) in scores.sites.items()},
         "outside": {name: len(images.samples) for name, images in scores.outside.items()},
     }
@@ -91,6 +98,14 @@ class _Kept:
     def macro(self, scores_TL: Array) -> metrics.Value:
         """Return the mean AUROC over the findings with both classes."""
         return metrics.macro_auroc(scores_TL[:, self.evaluable], self.labels_TL[:, self.evaluable])
+
+
+def _left_out_of_means(scores: Scores, names: list[str], evaluable: list[int], smallest_class: int) -> dict[str, str]:
+    """Return label -> reason why the means over findings leave it out."""
+    reason = f"fewer than {max(smallest_class, 1)} positive or negative images"
+    left_out = {name: reason for index, name in enumerate(names) if index not in evaluable}
+    unknown = [name for name in scores.label_names if name not in names and name != NO_FINDING]
+    return left_out | dict.fromkeys(unknown, "not scored by the model or all of its prompts")
 
 
 def _padded(values: Array, items: int) -> Array:

@@ -44,6 +44,7 @@ from medvl.data.loading.sources import Source
 from medvl.data.splits import check_disjoint
 from medvl.errors import EvaluationError
 from medvl.eval.classification.label_policy import LabelPolicy
+from medvl.eval.classification.scored_images import notes_on_means
 from medvl.eval.core.full_pass import samples_by_key
 from medvl.eval.core.metric_rows import measure
 from medvl.eval.core.metrics import ECE_BINS
@@ -74,6 +75,8 @@ class RobustnessSettings:
     """Treatment of uncertain and missing labels."""
     smallest_subgroup: int = 10
     """Positives, and negatives, that the AUROC of a subgroup needs."""
+    smallest_class: int = 1
+    """Positives, and negatives, that a finding needs to be evaluated."""
     resamples: int = 1000
     seed: int = 0
     """Seed of the corruptions and of the bootstrap."""
@@ -92,7 +95,7 @@ class RobustnessResult:
         """Return the means over findings and over the strengths of each corruption as plain text."""
         single = {str(version) for version in self.scores.versions}
         rows = [row for row in self.results.rows if row.target in ("macro", "all") and row.subgroup not in single]
-        return format_table(rows)
+        return "\n\n".join([format_table(rows), *notes_on_means(self.results.details)])
 
     def predictions(self) -> Iterator[dict[str, Any]]:
         """Yield key, patient, subgroups, labels as in the table, and the values of every clean image.
@@ -166,7 +169,7 @@ def evaluate_robustness(
         )
     described = _describe_inputs(sets if scorer.prompt_sets else (), sites, outside, probe)
     inputs = {"checkpoint": weights, "manifest": source.fingerprint, **described}
-    assembled = assemble(scores, settings.policy, settings.smallest_subgroup, calibration)
+    assembled = assemble(scores, settings.policy, settings.smallest_subgroup, calibration, settings.smallest_class)
     return RobustnessResult(results=_measure(assembled, settings, scorer, inputs), scores=scores)
 
 

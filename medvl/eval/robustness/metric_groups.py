@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
-from medvl.eval.core.bootstrap import mean_over_labels, ranked_columns
+from medvl.eval.core.bootstrap import defined_labels, mean_over_labels, ranked_columns
 from medvl.eval.core.metric_rows import MetricGroup, MetricRow, mean_metrics
 from medvl.eval.core.metrics import Array, RankedColumn
 from medvl.eval.robustness.image_versions import Version
@@ -20,7 +20,12 @@ ALL = "all corruptions"
 def macro_auroc(scores_NL: Array, labels_NL: Array) -> Value:
     """Return the mean over findings of the AUROC; items without labels are left out."""
     columns = ranked_columns(np.where(np.isnan(labels_NL), 0.0, scores_NL), labels_NL)
-    return lambda counts_NR: mean_over_labels(np.stack([column.auroc_R(counts_NR) for column in columns], axis=1))
+
+    def of_findings(counts_NR: Array) -> Array:
+        return np.stack([column.auroc_R(counts_NR) for column in columns], axis=1)
+
+    fixed_L = defined_labels(of_findings, len(labels_NL))
+    return lambda counts_NR: mean_over_labels(of_findings(counts_NR), fixed_L)
 
 
 def share(values_N: Array) -> Value:
@@ -92,6 +97,7 @@ def negation_metrics(statements_NL2: Array, labels_NL: Array, names: Sequence[st
         for label, right_NL in ((1, above_NL), (0, 1 - above_NL))
     )
     known_N = (~np.isnan(labels_NL)).any(axis=1)
+    all_L = np.ones(len(names), dtype=np.bool_)
     rows = [
         MetricRow(metric="negation", target=name, n=first.n + second.n, n_positive=first.n)
         for name, first, second in zip(names, present.rows, absent.rows, strict=True)
@@ -104,7 +110,7 @@ def negation_metrics(statements_NL2: Array, labels_NL: Array, names: Sequence[st
     def statistic(counts_NR: Array) -> Array:
         present_RL, absent_RL = present.statistic(counts_NR), absent.statistic(counts_NR)
         both_RL = (present_RL + absent_RL) / 2
-        means = [mean_over_labels(values_RL)[:, None] for values_RL in (both_RL, present_RL, absent_RL)]
+        means = [mean_over_labels(values_RL, all_L)[:, None] for values_RL in (both_RL, present_RL, absent_RL)]
         return np.concatenate([both_RL, *means], axis=1)
 
     return MetricGroup(rows, statistic)

@@ -7,6 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from medvl.eval.classification.page import LIMITS
+from medvl.eval.classification.scored_images import notes_on_means
 from medvl.eval.core.metric_rows import MetricRow
 from medvl.eval.core.publish import PageHeader
 from medvl.eval.html.header import header_facts, headline
@@ -49,6 +50,7 @@ def write_robustness_page(
     left_out = [(f"Without {name}", reason) for name, reason in details["left_out"].items()]
     if details["not_scored"]:
         left_out.append(("Labels without sentences in every prompt set", ", ".join(details["not_scored"])))
+    left_out += [("Means", note) for note in notes_on_means(details)]
     page = Page(
         title=f"Robustness: {header.model}",
         subtitle=f"{header.data}: {details['images']:,} images of {details['patients']:,} patients",

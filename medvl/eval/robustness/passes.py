@@ -174,7 +174,7 @@ def score_everything(
     findings = ["findings"] if scorer.names else []
     wanted = ["confidence", *findings]
     wanted += ["prompts"] if scorer.prompt_sets else []
-    wanted += ["statements"] if set(scorer.statements) & set(source.label_names) else []
+    wanted += ["statements"] if set(scorer.statements) & set(scorer.label_names(source.label_names)) else []
     wanted += ["texts"] if texts is not None else []
     clean = score_images(scorer, open_loader(source), wanted, texts)
     corrupted = [*findings, *(["own_and_other"] if texts is not None else [])]
@@ -188,14 +188,14 @@ def score_everything(
     confidence_NV = versions_of(made_up, ["confidence"]).get("confidence")
     return Scores(
         scorer=scorer,
-        label_names=tuple(source.label_names),
+        label_names=scorer.label_names(source.label_names),
         clean=clean,
         versions=tuple(versions),
         of_versions=versions_of(versions, corrupted),
         made_up={} if confidence_NV is None else dict(zip(map(str, made_up), confidence_NV.T, strict=True)),
         outside={name: score_images(scorer, open_loader(one), ["confidence"]) for name, one in outside.items()},
         sites={
-            name: (tuple(one.label_names), score_images(scorer, open_loader(one), ["findings"]))
+            name: (scorer.label_names(one.label_names), score_images(scorer, open_loader(one), ["findings"]))
             for name, one in sites.items()
         },
         left_out=left_out,

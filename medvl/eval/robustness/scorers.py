@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from medvl.data.annotations.label_names import match_labels, named_as
 from medvl.errors import ConfigError
 from medvl.eval.classification.label_policy import NO_FINDING
 from medvl.eval.core.embeddings import embed_texts, encode_batch
@@ -45,8 +46,10 @@ class Scorer(abc.ABC):
         compares_texts: whether the model has `set_texts` and `text_scores`.
         reads_text: whether findings also depend on the text of the batch.
         confidence_is: description of the confidence, for the page.
+        classes: names of the model or its prompts, by which labels of the data are called.
     """
 
+    classes: tuple[str, ...] = FINDINGS
     names: tuple[str, ...] = ()
     not_scored: Mapping[str, tuple[str, ...]] = {}
     probabilities: bool = False
@@ -56,6 +59,10 @@ class Scorer(abc.ABC):
     compares_texts: bool = False
     reads_text: bool = False
     confidence_is: str
+
+    def label_names(self, labels: Sequence[str]) -> tuple[str, ...]:
+        """Return the labels of data as the model's classes are called, whatever their case and separators."""
+        return named_as(labels, self.classes)
 
     @abc.abstractmethod
     def encode(self, batch: Batch) -> Any:
@@ -105,6 +112,8 @@ class ClassifierScorer(Scorer):
 
     def __init__(self, model: LabelModel, labels: Sequence[str]) -> None:
         self.model, self.reads_text = model, model.tokenizer is not None
+        self.classes = tuple(model.config.labels)
+        labels = self.label_names(labels)
         findings = [name for name in model.config.labels if name != NO_FINDING]
         self.names = tuple(name for name in findings if name in labels)
         self._findings = [model.config.labels.index(name) for name in findings]
@@ -131,6 +140,8 @@ class ProbeScorer(Scorer):
     confidence_is = "largest probability of a finding by the linear probe"
 
     def __init__(self, probe: FittedProbe, labels: Sequence[str], autocast: torch.dtype | None) -> None:
+        self.classes = probe.names
+        labels = self.label_names(labels)
         self.probe, self.names = probe, tuple(name for name in probe.names if name in labels)
         self._autocast = autocast
         self._columns = [probe.names.index(name) for name in self.names]
@@ -168,6 +179,8 @@ class DualScorer(Scorer):
     def __init__(
         self, model: DualEncoder, prompts: Sequence[PromptSet], labels: Sequence[str], autocast: torch.dtype | None
     ) -> None:
+        self.classes = tuple(prompts[0].classes)
+        labels = self.label_names(labels)
         prompts = [one.for_labels(labels) for one in prompts]
         lacking = {name: tuple(one.name for one in prompts if name not in one.classes) for name in labels}
         self.not_scored = {name: sets for name, sets in lacking.items() if sets and name != NO_FINDING}
@@ -270,7 +283,7 @@ def make_scorer(
     if isinstance(model, DualEncoder):
         return DualScorer(model, prompts, labels, autocast)
     if isinstance(model, FusionModel):
-        return FusionScorer(model, [name for name in FINDINGS if name in labels], autocast)
+        return FusionScorer(model, list(match_labels(FINDINGS, labels)), autocast)
     message = (
         f"{model.name} scores neither findings nor pairs; test a linear probe of it (--probe-train, --probe-valid)"
     )

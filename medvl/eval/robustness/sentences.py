@@ -4,6 +4,7 @@ import hashlib
 import re
 from collections.abc import Mapping, Sequence
 
+from medvl.data.annotations.label_names import match_labels, spoken_name
 from medvl.eval.classification.label_policy import NO_FINDING
 from medvl.eval.zero_shot_classification.prompts import ClassPrompts, PromptSet, load_prompts
 
@@ -21,12 +22,14 @@ PARAPHRASES: Mapping[str, tuple[str, str]] = {
 def statements(names: Sequence[str]) -> dict[str, tuple[str, str]]:
     """Return class -> "There is X." and "There is no X.", without No Finding, whose denial asserts a finding."""
     known = load_prompts("chexpert_pairs").classes
+    known_as = {name: finding for finding, name in match_labels(list(known), names).items()}
     pairs = {}
     for name in names:
-        if name in known:
-            pairs[name] = known[name].positive[0], known[name].negative[0]
+        if name in known_as:
+            pairs[name] = known[known_as[name]].positive[0], known[known_as[name]].negative[0]
         else:
-            pairs[name] = _fill("There is {}.", name.lower()), _fill("There is no {}.", name.lower())
+            noun = spoken_name(name)
+            pairs[name] = _fill("There is {}.", noun), _fill("There is no {}.", noun)
     return {name: pair for name, pair in pairs.items() if name != NO_FINDING}
 
 

@@ -2,9 +2,12 @@
 
     probability = sigmoid(slope * logit(score) + intercept)
 
-`medvl eval calibrate` fits it and writes `RUN/eval/calibration/PROMPTS.json` beside the checkpoint; `medvl serve`
-reads it from there. A calibration belongs to one checkpoint and one prompt set, whose hashes it holds. Probabilities
-hold for patients like the validation patients: with another prevalence they are biased.
+`medvl eval calibrate` fits it and writes `calibration/PROMPTS.json` into the folder of the checkpoint's evaluations
+(`medvl.eval.core.publish`); `medvl serve` and `medvl infer` read it from there. A calibration belongs to one checkpoint
+and one prompt set, whose hashes it holds. Probabilities hold for patients like the validation patients: with another
+prevalence they are biased.
+
+A finding stays uncalibrated if the fit does not lower its Brier score on validation patients outside of the fit.
 
 Shape letters: N images, L classes.
 """
@@ -206,8 +209,19 @@ def _log_loss(logit_N: Array, target_N: Array) -> float:
     return float((np.logaddexp(0, logit_N) - target_N * logit_N).sum())
 
 
-def write_calibration(calibration: Calibration, path: Path) -> Path:
-    """Write a calibration as JSON and return its path; missing folders are created."""
+def write_calibration(calibration: Calibration, path: Path, *, replace: bool = False) -> Path:
+    """Write a calibration as JSON and return its path; missing folders are created.
+
+    Raises EvaluationError "exists" where the file is of another checkpoint, unless `replace` is set.
+    """
+    if path.is_file() and not replace:
+        earlier = read_calibration(path).checkpoint_sha256
+        if earlier != calibration.checkpoint_sha256:
+            message = (
+                f"{path} is of another checkpoint (sha256 {earlier[:12]}) than this calibration (sha256 "
+                f"{calibration.checkpoint_sha256[:12]}); give another file (--out), or replace it (--replace)"
+            )
+            raise EvaluationError(message, "exists", field="out")
     path.parent.mkdir(parents=True, exist_ok=True)
     content = {"calibration_version": _VERSION, **dataclasses.asdict(calibration)}
     return write_atomic(path, json.dumps(content, indent=1, allow_nan=False) + "\n")

@@ -5,8 +5,9 @@ Protocol "zero_shot", version 1:
 * Every readable image of the loader is scored once; a score depends only on its image and the prompts, except under
   GLoRIA's scorings, which standardise over the images.
 * The scores of several checkpoints are averaged (ensemble).
-* AUROC and average precision per finding; "macro" is the mean over findings with both classes, "macro_competition" the
-  mean over the five findings of the CheXpert competition, if all have both classes.
+* AUROC and average precision per finding; "macro" is the mean over findings with both classes (and `smallest_class`
+  images of each), "macro_competition" the mean over the five findings of the CheXpert competition, if all have both
+  classes. The details name the findings of each mean, those left out, and those with few patients of a kind.
 * Yes/no metrics only with a validation loader, on which thresholds are chosen; it must not share patients with the test
   images.
 * Brier score and calibration error if the scores are probabilities.
@@ -27,6 +28,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from medvl.data.annotations.label_names import renamed_labels
 from medvl.errors import EvaluationError
 from medvl.eval.classification import scored_images as scoring
 from medvl.eval.classification.label_policy import LabelPolicy
@@ -66,6 +68,7 @@ def zero_shot(
     resamples: int = 1000,
     seed: int = 0,
     smallest_subgroup: int = 10,
+    smallest_class: int = 1,
     autocast: torch.dtype | None = None,
     checkpoint: str | Path | Sequence[str | Path] | None = None,
 ) -> ZeroShotResult:
@@ -81,6 +84,7 @@ def zero_shot(
         threshold_rule: metric that thresholds maximise.
         bootstrap_unit, resamples, seed: unit, number and seed of the bootstrap resamples.
         smallest_subgroup: positives, and negatives, that the AUROC of a subgroup needs.
+        smallest_class: positives, and negatives, that a finding needs to be in the means over findings.
         autocast: dtype of the image encoder, such as `torch.bfloat16`; None for float32.
         checkpoint: directory or file of each model, whose hash is recorded in the results.
 
@@ -93,6 +97,7 @@ def zero_shot(
     members = _checkpoint_hashes(checkpoint, len(model) if isinstance(model, Sequence) else 1)
     hashes = {"checkpoint": _ensemble_hash(members), "prompts": prompts.sha256}
     test = score_images(model, loader, prompts, policy, autocast)
+    test = dataclasses.replace(test, smallest_class=smallest_class)
     thresholds = None
     if valid_loader is not None:
         valid = score_images(model, valid_loader, prompts, policy, autocast)
@@ -150,15 +155,20 @@ def score_images(
     names = common_classes(prompts, source)
     predictions = predict(model, loader, [prompts], autocast=autocast)
     columns = [list(prompts.classes).index(name) for name in names]
-    resolved = policy.resolve(predictions.labels_NL, predictions.label_names)
+    label_of = prompts.labels_of(predictions.label_names)
+    class_of = {label: name for name, label in label_of.items()}
+    label_names = [class_of.get(label, label) for label in predictions.label_names]
+    resolved = policy.resolve(predictions.labels_NL, label_names)
     by_key = samples_by_key(source)
     positions, samples = zip(*(by_key[key] for key in predictions.keys), strict=True)
     counts = scoring.image_counts(samples, predictions.unreadable, resolved, names)
     counts["classes_without_labels"] = [name for name in prompts.classes if name not in names]
+    counts["labels_without_prompts"] = [label for label in predictions.label_names if label not in class_of]
+    counts["renamed_labels"] = renamed_labels(label_of)
     return ScoredImages(
         names=names,
         scores_NL=predictions.scores_NL[0][:, columns],
-        labels_NL=resolved.labels_NL[:, [predictions.label_names.index(name) for name in names]],
+        labels_NL=resolved.labels_NL[:, [label_names.index(name) for name in names]],
         samples=samples,
         positions=positions,
         counts=counts,
@@ -167,7 +177,7 @@ def score_images(
 
 def common_classes(prompts: PromptSet, source: Source) -> tuple[str, ...]:
     """Return the classes of the prompts that are labels of the data. Raises EvaluationError when there are none."""
-    names = tuple(name for name in prompts.classes if name in source.label_names)
+    names = tuple(prompts.labels_of(source.label_names))
     if not names:
         classes, labels = ", ".join(prompts.classes), ", ".join(source.label_names) or "none"
         message = f"expected a label of the data for a class of the prompts {prompts.name!r} ({classes}), got {labels}"

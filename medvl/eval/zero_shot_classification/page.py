@@ -35,13 +35,10 @@ def write_zero_shot_page(
 
 def _prompt_facts(result: ZeroShotResult) -> list[tuple[str, str]]:
     prompts, results = result.prompts, result.results
-    prompt_facts = [
+    return [
         ("Prompts", hashed(f"{prompts.name}, version {prompts.version}", results.inputs.get("prompts"))),
         ("Score", _scoring(prompts.scoring, prompts.temperature, prompts.ensemble)),
     ]
-    if results.details["classes_without_labels"]:
-        prompt_facts.append(("Not evaluated", "no labels for " + ", ".join(results.details["classes_without_labels"])))
-    return prompt_facts
 
 
 def _scoring(scoring: str, temperature: float, ensemble: str) -> str:

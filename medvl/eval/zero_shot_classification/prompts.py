@@ -8,9 +8,10 @@ modalities, planes):
      "classes": {"CT": {"positive": ["Axial CT image."]}, "MR": {"positive": ["Sagittal MR image."]}}}
 
 "version", "description" and "ensemble" may be left out (1, "", "similarity_mean").
-A class is evaluated on the label column of the same name. "other_classes", which may be left out as well, has the
-sentences of label columns that are not listed, with {} for the column's name in lower case:
-{"positive": ["There is {}."]}. Scoring rules:
+A class is evaluated on the label column of the same name, whatever its case and separators, or of a synonym
+(`medvl.data.annotations.label_names`). "other_classes", which may be left out as well, has the sentences of label
+columns that are not listed, with {} for the words of the column's name in lower case: {"positive": ["There is {}."]}.
+A set with "other_classes" asks synonyms by their own name. Scoring rules:
 
 * "pair_softmax": softmax over (positive, negative) similarities divided by the temperature; a probability. CheXzero
   uses temperature 1: the ranking does not depend on the temperature, but the probabilities stay near 0.5.
@@ -36,6 +37,7 @@ from typing import Any, Literal, get_args
 
 from medvl.common.config_io import nearest
 from medvl.common.untrusted import parse_json
+from medvl.data.annotations.label_names import match_labels, spoken_name
 from medvl.errors import EvaluationError
 
 Scoring = Literal["pair_softmax", "class_softmax", "margin", "positive", "gloria_best_word", "gloria_published"]
@@ -112,22 +114,33 @@ class PromptSet:
     def for_labels(self, names: Sequence[str], chosen: Sequence[str] = ()) -> "PromptSet":
         """Return the set for data with these labels: with `other_classes` for those that it does not list.
 
-        With `chosen`, only those classes are kept. Raises `EvaluationError` for one that is no label or has no
-        sentences.
+        With `chosen`, only those classes are kept, in any spelling. Raises `EvaluationError` for one that is no label
+        or has no sentences.
         """
-        unknown = [name for name in chosen if name not in names]
+        label_of = self.labels_of(names)
+        wanted = match_labels(chosen, names)
+        unknown = [name for name in chosen if name not in wanted]
         if unknown:
             message = f"the data have no label {', '.join(unknown)}: {nearest(unknown[0], names)}"
             raise EvaluationError(message, "unknown_name", field="labels")
         others, more = self.other_classes, {}
         if others is not None:
-            more = {name: others.filled(name.lower()) for name in names if name not in self.classes}
+            more = {name: others.filled(spoken_name(name)) for name in names if name not in label_of.values()}
         extended = dataclasses.replace(self, classes={**self.classes, **more})
-        without = [name for name in chosen if name not in extended.classes]
+        class_of = {label: name for name, label in label_of.items()}
+        wanted_classes = [class_of.get(label, label) for label in wanted.values()]
+        without = [name for name in wanted_classes if name not in extended.classes]
         if without:
             message = f"the prompts {self.name!r} have no sentences for {', '.join(without)}"
             raise EvaluationError(f"{message}; {ADVICE}", "unknown_name", field="labels")
-        return extended.select(chosen) if chosen else extended
+        return extended.select(wanted_classes) if chosen else extended
+
+    def labels_of(self, names: Sequence[str]) -> dict[str, str]:
+        """Return class -> label of the data, for the classes that have one (`match_labels`).
+
+        A set with `other_classes` has its own sentences for synonyms.
+        """
+        return match_labels(list(self.classes), names, synonyms=self.other_classes is None)
 
     def texts(self) -> tuple[str, ...]:
         """Return every distinct sentence, in order of appearance."""

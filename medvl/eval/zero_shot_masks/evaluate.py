@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from medvl.common.checks import check_choice
+from medvl.data.annotations.label_names import match_labels
 from medvl.data.loading.dense_targets import annotated_labels
 from medvl.data.reports.statements import statement
 from medvl.errors import EvaluationError
@@ -96,8 +97,9 @@ class PhraseSegmenter:
 def _choose_labels(loader: Loader, labels: Sequence[str]) -> tuple[str, ...]:
     """Return the labels, by default all with a mask. Raises EvaluationError where no sample has a mask of one."""
     known = annotated_labels([loader.source.sample(position) for position in range(len(loader.source))], "masks")
-    chosen = tuple(labels) or known
-    missing = [name for name in chosen if name not in known]
+    label_of = match_labels(labels, known) if labels else dict(zip(known, known, strict=True))
+    chosen = tuple(label_of.values())
+    missing = [name for name in labels if name not in label_of]
     if missing or not chosen:
         message = (
             f"no sample has a mask of {', '.join(missing) or 'any finding'}; there are {', '.join(known) or 'none'}"

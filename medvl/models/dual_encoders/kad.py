@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from medvl import losses
 from medvl.common.checks import check_choice, check_within
+from medvl.data.annotations.label_names import spoken_name
 from medvl.data.reports.statements import stated_name
 from medvl.encoders import ImageEncoder, TextEncoder
 from medvl.encoders.text.projections import knowledge_head
@@ -71,7 +72,7 @@ class KAD(QueryEncoder):
     @classmethod
     def sentences_of(cls, config: Any) -> list[tuple[str, ...]]:
         """See the base class: names."""
-        return [(config.descriptions.get(name, name.lower()),) for name in config.entities]
+        return [(config.descriptions.get(name, spoken_name(name)),) for name in config.entities]
 
     def query_text(self, text: str) -> str:
         """See the base class: of a statement "There is X." the name, because entities are asked by their names."""

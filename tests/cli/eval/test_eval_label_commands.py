@@ -56,22 +56,22 @@ def test_probe_and_random_baseline_share_run_and_feature_cache(home: Path, capsy
     probe = ["eval", "probe", "--checkpoint", str(home / "run" / "best"), *splits(home), *COMMON]
     cli.main([*probe, "--fractions", "0.5", "1.0", "--seeds", "2"])
     assert "auroc@50%" in capsys.readouterr().out
-    folder = home / "run" / "eval" / "probe"
+    folder = home / "run" / "best" / "eval" / "probe"
     assert {path.name for path in folder.iterdir()} == {
         "results.json",
         "predictions.jsonl",
         "index.html",
         "index_files",
     }
-    assert len(list((home / "run" / "eval" / "features").iterdir())) == 3
+    assert len(list((home / "run" / "best" / "eval" / "features").iterdir())) == 3
     results = read_results(folder)
     assert results.row("auroc@100%", "Edema").value > 0.9
     assert results.inputs["checkpoint"] is not None
     cli.main([*probe, "--fractions", "1.0", "--random-encoder"])
-    baseline = read_results(home / "run" / "eval" / "probe_random")
+    baseline = read_results(home / "run" / "best" / "eval" / "probe_random")
     assert baseline.inputs["checkpoint"] is None
     assert baseline.inputs["encoder"] != results.inputs["encoder"]
-    assert len(list((home / "run" / "eval" / "features").iterdir())) == 6
+    assert len(list((home / "run" / "best" / "eval" / "features").iterdir())) == 6
     cli.main(["eval", "probe", "--encoder", "resnet_tiny", "--image-size", "32", *splits(home), *COMMON,
               "--fractions", "1.0", "--out", str(home / "named")])  # fmt: skip
     assert "resnet_tiny, random weights" in (home / "named" / "index.html").read_text()
@@ -110,9 +110,9 @@ def test_probe_needs_exactly_one_of_checkpoint_and_encoder(home: Path, capsys: p
 def test_classify_writes_results_and_page(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
     data = ["--data", str(home / "shards" / "test"), "--valid", str(home / "shards" / "validate")]
     cli.main(["eval", "classify", "--checkpoint", str(home / "labels" / "best"), *data, *COMMON])
-    results = read_results(home / "labels" / "eval" / "classify")
+    results = read_results(home / "labels" / "best" / "eval" / "classify")
     assert results.row("auroc", "Edema").value == 0.5  # its head is still zero
-    assert "Classification: classifier" in (home / "labels" / "eval" / "classify" / "index.html").read_text()
+    assert "Classification: classifier" in (home / "labels" / "best" / "eval" / "classify" / "index.html").read_text()
     assert "Edema" in capsys.readouterr().out
     text = error_text(["eval", "classify", "--checkpoint", str(home / "run" / "best"), *data], capsys)
     assert "is a convirt" in text
@@ -145,11 +145,11 @@ def test_class_retrieval_uses_list_of_make_retrieval_list(home: Path, capsys: py
     assert "10 candidates" in capsys.readouterr().out
     search = ["eval", "class-retrieval", "--checkpoint", str(home / "run" / "best"), "--data", data, *COMMON]
     cli.main([*search, "--candidates", str(path), "--ks", "3"])
-    results = read_results(home / "run" / "eval" / "class_retrieval")
+    results = read_results(home / "run" / "best" / "eval" / "class_retrieval")
     assert results.inputs["list"] == RetrievalList.read(path).sha256
     assert results.row("precision@3", "Edema", "image to image").n == 5
     cli.main([*search, "--ks", "5"])
-    assert read_results(home / "run" / "eval" / "image_retrieval").row("precision@5", "Edema").value > 0.5
+    assert read_results(home / "run" / "best" / "eval" / "image_retrieval").row("precision@5", "Edema").value > 0.5
     assert "--chexpert-8x200" in error_text(["eval", "make-retrieval-list", "--out", str(path)], capsys)
     text = error_text([*search[:3], str(home / "labels" / "best"), *search[4:]], capsys)
     assert "is a classifier" in text
@@ -182,7 +182,7 @@ def test_robustness_of_a_dual_encoder_and_a_classifier(home: Path, capsys: pytes
     test = ["eval", "robustness", "--checkpoint", str(home / "run" / "best"), *data, *COMMON]
     cli.main([*test, "--sites", str(home / "shards" / "validate"), "--outside", str(home / "shards" / "validate")])
     table = capsys.readouterr().out
-    folder = home / "run" / "eval" / "robustness"
+    folder = home / "run" / "best" / "eval" / "robustness"
     results = read_results(folder)
     row = results.row("above_other_change", "all", "all corruptions")
     assert row.n == 14
@@ -196,7 +196,7 @@ def test_robustness_of_a_dual_encoder_and_a_classifier(home: Path, capsys: pytes
     cli.main([*test, "--sites", str(home / "shards" / "validate"), "--outside", str(home / "shards" / "validate")])
     assert (folder / "results.json").read_bytes() == before
     cli.main(["eval", "robustness", "--checkpoint", str(home / "labels" / "best"), *data, *COMMON])
-    results = read_results(home / "labels" / "eval" / "robustness")
+    results = read_results(home / "labels" / "best" / "eval" / "robustness")
     assert results.row("auroc_change", "macro", "blur 5").value == 0  # its head is still zero
     assert results.row("ood_auroc", "all", "inverted").value == 0.5
     assert not any(row.metric == "negation" for row in results.rows)
@@ -210,11 +210,11 @@ def test_robustness_of_a_linear_probe(home: Path, capsys: pytest.CaptureFixture[
     fit = ["--probe-train", str(home / "shards" / "train"), "--probe-valid", str(home / "shards" / "validate")]
     test = ["eval", "robustness", "--checkpoint", str(home / "run" / "best"), *data, *COMMON]
     cli.main([*test, *fit])
-    folder = home / "run" / "eval" / "robustness_probe"
+    folder = home / "run" / "best" / "eval" / "robustness_probe"
     results = read_results(folder)
     cli.main(["eval", "probe", "--checkpoint", str(home / "run" / "best"), *splits(home), *COMMON,
-              "--fractions", "1.0", "--out", str(home / "run" / "eval" / "probe_of_all")])  # fmt: skip
-    probed = read_results(home / "run" / "eval" / "probe_of_all")
+              "--fractions", "1.0", "--out", str(home / "run" / "best" / "eval" / "probe_of_all")])  # fmt: skip
+    probed = read_results(home / "run" / "best" / "eval" / "probe_of_all")
     for name in ("Edema", "Fracture"):
         assert results.row("auroc", name).value == pytest.approx(probed.row("auroc@100%", name).value)
         assert results.row("ece", name).value == pytest.approx(probed.row("ece", name).value)

@@ -115,7 +115,7 @@ def test_the_command_evaluates_greedy_beam_and_consensus_against_the_truth(
     common = ["eval", "report-generation", "--checkpoint", str(run), "--data", str(shards / "test"), "--workers", "0",
               "--resamples", "5", "--max-tokens", "6", "--beams", "2", "--samples", "3"]  # fmt: skip
     cli.main([*common, "--phantom-truth", str(corpus)])
-    out = run.parent / "eval" / "report_generation"
+    out = run / "eval" / "report_generation"
     results = read_results(out)
     subgroups = {row.subgroup for row in results.rows}
     assert {"", "beam search", "consensus", f"consensus, {AGAINST_LABELS}", REFERENCE, ONE_REPORT} <= subgroups

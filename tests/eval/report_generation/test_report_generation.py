@@ -368,7 +368,7 @@ def test_report_generation_command_writes_reproducible_files(
     printed = capsys.readouterr().out
     assert "corpus bleu 4" in printed
     assert "micro of five" in printed
-    out = run.parent / "eval" / "report_generation"
+    out = run / "eval" / "report_generation"
     results = read_results(out)
     assert results.protocol == "report_generation"
     assert results.config["decodings"] == {

@@ -374,7 +374,7 @@ def test_examples_are_random_and_alternate_between_question_types(result: VQARes
 def test_vqa_command_writes_the_page(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
     data = ["--data", str(home / "shards" / "mixed"), "--resamples", "5"]
     cli.main(["eval", "vqa", "--checkpoint", str(home / "run" / "best"), *data, "--workers", "0", "--examples", "1"])
-    out = home / "run" / "eval" / "vqa"
+    out = home / "run" / "best" / "eval" / "vqa"
     assert str(out / "index.html") in capsys.readouterr().out
     reader = read(out / "index.html")
     assert any("heat map (Words)" in image["alt"] for image in images(reader))
