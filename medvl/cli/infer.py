@@ -1,5 +1,7 @@
 """`medvl infer`: predictions of a model for images."""
 
+import dataclasses
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -7,7 +9,8 @@ from typing import TYPE_CHECKING
 import tyro
 
 if TYPE_CHECKING:
-    from medvl.inference.folder import ImageResult
+    from medvl.eval.zero_shot_classification.calibration import Calibration
+    from medvl.inference.folder import ImageModel, ImageResult
 
 _SHOWN, _WIDTH = 20, 100
 
@@ -18,6 +21,7 @@ def infer(
     checkpoint: str,
     texts: tuple[str, ...] = (),
     prompts: str = "chexpert_ensemble",
+    calibration: Path | None = None,
     out: Path | None = None,
     overlays: int = 1,
     batch: int = 32,
@@ -32,8 +36,10 @@ def infer(
         texts: findings or phrases for a dual-encoder, labels of a classifier (default: all of them), questions for a
             VQA model; report generators take none.
         prompts: prompt set of dual-encoders: a name (`medvl list prompts`) or a JSON file.
+        calibration: file of `medvl eval calibrate`; default the one of the checkpoint, if there is one. Without it,
+            values are scores, which rank images and are no probabilities.
         out: folder for results.jsonl, results.csv and overlays; the same command again continues it.
-        overlays: heat maps for each image, of the texts with the highest probabilities, written to OUT/overlays.
+        overlays: heat maps for each image, of the texts with the highest values, written to OUT/overlays.
         batch: images per batch.
         frame: frame of multi-frame DICOM files, from 0; without it they are skipped.
         device: auto, cpu or cuda.
@@ -41,23 +47,34 @@ def infer(
     from medvl.errors import ConfigError
     from medvl.eval.core.open import load_model
     from medvl.eval.core.results import checkpoint_sha256
+    from medvl.eval.zero_shot_classification.calibration import calibration_for
+    from medvl.eval.zero_shot_classification.prompts import load_prompts
     from medvl.inference.files import find_images
     from medvl.inference.folder import ImageModel, can_draw, count_skipped, infer_files
+    from medvl.models import DualEncoder
 
     for field, value, low in (("batch", batch, 1), ("overlays", overlays, 0), ("frame", frame or 0, 0)):
         if value < low:
             raise ConfigError(f"expected {field} of {low} or more, got {value}", "out_of_range", field=field)
     paths = find_images(images)
-    model = ImageModel(load_model(Path(checkpoint), device), texts or None, prompts=prompts)
+    loaded = load_model(Path(checkpoint), device)
+    fitted, reason = None, "only scores by prompts are calibrated"
+    if isinstance(loaded, DualEncoder):
+        fitted, reason = calibration_for(Path(checkpoint), load_prompts(prompts), calibration)
+    model = ImageModel(loaded, texts or None, prompts=prompts, calibration=fitted)
     drawn = overlays if out is not None and overlays and can_draw(model) else 0
     settings = {"checkpoint": checkpoint_sha256(checkpoint), "texts": list(texts), "prompts": prompts, "frame": frame,
                 "overlays": drawn}  # fmt: skip
+    if model.calibrated:
+        settings["probabilities"] = {name: dataclasses.asdict(each) for name, each in model.calibrated.items()}
     results = infer_files(model, paths, out=out, settings=settings, overlays=drawn, batch=batch, frame=frame)
     skipped = count_skipped(results)
     if sum(skipped.values()) == len(results):
         advice = "expected DICOM, JPEG or PNG files, or folders with them; unpack archives first"
         raise ConfigError(f"no image could be read: {_counts(skipped)}; {advice}", "empty", field="images")
     lines = [format_results(results, model.names, model.gives)]
+    if model.gives in ("score", "value"):
+        print(_uncalibrated(model, fitted, reason), file=sys.stderr)  # the table on stdout stays one
     if skipped:
         lines.append(f"\n{sum(skipped.values())} of {len(results)} images skipped: {_counts(skipped)}")
     if out is None:
@@ -85,6 +102,17 @@ def format_results(results: "Sequence[ImageResult]", names: Sequence[str], gives
     readable = sum(result.skipped is None for result in results)
     more += [f"{readable - len(shown)} more images"] if readable > len(shown) else []
     return _table(rows, ["image", *columns]) + ("\n... " + " and ".join(more) if more else "")
+
+
+def _uncalibrated(model: "ImageModel", calibration: "Calibration | None", reason: str) -> str:
+    """Return which values are scores, and why."""
+    if calibration is None:
+        return f"Scores rank images and are no calibrated probabilities: {reason}."
+    left_out = calibration.left_out
+    names = [name for name in model.names if name not in model.calibrated]
+    reasons = "; ".join(f"{name} ({left_out.get(name, 'it is not one of the calibrated findings')})" for name in names)
+    others = f" Probabilities: {', '.join(model.calibrated)}." if model.calibrated else ""
+    return f"Scores, which rank images and are no calibrated probabilities: {reasons}.{others}"
 
 
 def _table(rows: Sequence[Sequence[str]], head: Sequence[str]) -> str:

@@ -31,6 +31,7 @@ from medvl.data.images.codecs import encode_png
 from medvl.errors import ConfigError, EvaluationError, MedvlError
 from medvl.eval.grounding.page import draw_grounding
 from medvl.eval.report_generation.generate import ReportWriter
+from medvl.eval.zero_shot_classification.calibration import Calibration, FindingCalibration
 from medvl.inference.heatmaps import heatmap
 from medvl.inference.models import batches, refuse
 from medvl.inference.scores import ABLE, Scorer
@@ -51,7 +52,7 @@ class ImageResult:
 
     image: str
     values: Mapping[str, Value] = dataclasses.field(default_factory=dict)
-    """Text -> probability, question -> answer, or "report" -> text."""
+    """Text -> score or calibrated probability, question -> answer, or "report" -> text."""
     skipped: str | None = None
     """Reason why the image was skipped: the code of an error."""
     overlays: tuple[str, ...] = ()
@@ -65,16 +66,24 @@ class ImageResult:
 
 
 class ImageModel:
-    """One task of a model on images: probabilities of texts, answers to questions, or reports.
+    """One task of a model on images: scores of texts, answers to questions, or reports.
 
     Attributes:
         names: columns of the results: texts or labels, questions, or "report".
-        gives: "probability", "answer" or "report".
+        gives: "probability" where all values are calibrated, "score" where none is, "value" where some are; "answer" or
+            "report".
+        calibrated: names whose values are calibrated probabilities.
     """
 
-    def __init__(self, model: System, texts: Sequence[str] | None, **scoring: Any) -> None:
-        """Raise ConfigError for a model that supports none of the tasks, EvaluationError as `infer`."""
+    def __init__(
+        self, model: System, texts: Sequence[str] | None, *, calibration: Calibration | None = None, **scoring: Any
+    ) -> None:
+        """Raise ConfigError for a model that supports none of the tasks, EvaluationError as `infer`.
+
+        `calibration` is that of the model's scores by the prompt set in `scoring`.
+        """
         self.model = model
+        self.calibrated: dict[str, FindingCalibration] = {}
         self._run: Callable[[Tensor], list[dict[str, Value]]]
         if isinstance(model, VQA):
             if not texts:
@@ -83,8 +92,13 @@ class ImageModel:
             self._run = self._answer
         elif isinstance(model, DualEncoder | LabelModel):
             scorer = Scorer(model, texts, **scoring)
-            self.gives, self.names = "probability", scorer.names
-            self._run = lambda image_BCHW: _rows(self.names, scorer.prepared(image_BCHW).tolist())
+            self.names = scorer.names
+            if calibration is not None and scorer.prompts is not None:
+                self.calibrated = calibration.of_texts(scorer.prompts, scorer.sentences)
+            self.gives = "score" if not self.calibrated else "value"
+            if len(self.calibrated) == len(self.names):
+                self.gives = "probability"
+            self._run = lambda image_BCHW: self._calibrate(scorer.prepared(image_BCHW).tolist())
         elif isinstance(model, ReportWriter):
             if texts:
                 raise ConfigError(f"a {model.name} writes reports and takes no texts", "conflict", field="texts")
@@ -96,6 +110,12 @@ class ImageModel:
     def __call__(self, pixels: Sequence[np.ndarray]) -> list[dict[str, Value]]:
         """Return the values of images, from the pixels that `transform.read` returned."""
         return [row for image_BCHW in batches(self.model, list(pixels), len(pixels)) for row in self._run(image_BCHW)]
+
+    def _calibrate(self, scores: Sequence[Sequence[float]]) -> list[dict[str, Value]]:
+        rows = _rows(self.names, scores)
+        for row in rows:
+            row |= {name: fitted.probability(float(row[name])) for name, fitted in self.calibrated.items()}
+        return rows
 
     def _answer(self, image_BCHW: Tensor) -> list[dict[str, Value]]:
         columns = [answer(self.model, list(image_BCHW), question) for question in self.names]

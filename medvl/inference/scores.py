@@ -10,7 +10,7 @@ from torch import Tensor
 from medvl.data.annotations.label_names import match_labels
 from medvl.data.images.inputs import ImageInput
 from medvl.errors import ConfigError, EvaluationError
-from medvl.eval.zero_shot_classification.prompts import ClassPrompts, PromptSet
+from medvl.eval.zero_shot_classification.prompts import ClassPrompts, PromptSet, load_prompts
 from medvl.eval.zero_shot_classification.scores import PromptScorer
 from medvl.inference.models import AnyImage, Images, batches, is_single, make_batch, open_model, refuse
 from medvl.inference.prompts import PROMPTS, Texts, prompts_for
@@ -29,6 +29,7 @@ class Scorer:
         model: a dual-encoder, or a classifier of images.
         names: the texts, in the order of the columns.
         sentences: those that each text is scored with; empty for a classifier.
+        prompts: the complete prompt set of a dual-encoder; None for a classifier.
     """
 
     def __init__(
@@ -42,9 +43,12 @@ class Scorer:
         """Encode the texts. Arguments and errors are as in `infer`."""
         self.model = open_model(model)
         self._score: PromptScorer | None = None
+        self.prompts: PromptSet | None = None
         self._columns: list[int] = []
         self.sentences: Mapping[str, ClassPrompts] = {}
         if isinstance(self.model, DualEncoder):
+            self.prompts = prompts if isinstance(prompts, PromptSet) else load_prompts(prompts)
+            prompts = self.prompts
             prompt_set = prompts_for([texts] if isinstance(texts, str) else texts, prompts, temperature)
             with evaluating(self.model):
                 self._score = PromptScorer(self.model, prompt_set)

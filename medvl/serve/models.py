@@ -17,13 +17,13 @@ import torch.nn.functional as F
 from medvl.data.annotations.label_names import match_labels
 from medvl.errors import EvaluationError, MedvlError
 from medvl.eval.core.open import resolve_device
-from medvl.eval.core.results import checkpoint_sha256
 from medvl.eval.report_generation.generate import ReportWriter, decode_texts
 from medvl.eval.zero_shot_classification.calibration import (
+    NOT_MADE,
     Calibration,
     FindingCalibration,
-    calibration_path,
-    read_calibration,
+    calibration_for,
+    describe_calibration,
 )
 from medvl.eval.zero_shot_classification.prompts import COMPETING, ClassPrompts, PromptSet
 from medvl.inference.heatmaps import heatmap
@@ -67,7 +67,7 @@ class ServedModel:
         model: System,
         prompts: PromptSet,
         calibration: Calibration | None = None,
-        uncalibrated: str = "no calibration was made (medvl eval calibrate)",
+        uncalibrated: str = NOT_MADE,
     ) -> None:
         self.title, self.model, self.prompts, self.calibration = title, model, prompts, calibration
         self._uncalibrated = uncalibrated
@@ -95,26 +95,18 @@ class ServedModel:
         title = str(source) if on_hub(source) else title
         if not isinstance(model, DualEncoder):
             return cls(title, model, prompts, uncalibrated="only scores by prompts are calibrated")
-        path = calibration or calibration_path(checkpoint, prompts.name)
-        if calibration is None and not path.exists():
-            return cls(title, model, prompts)
-        found = read_calibration(path)
-        for name, expected in (("checkpoint", checkpoint_sha256(checkpoint)), ("prompts", prompts.sha256)):
-            if getattr(found, f"{name}_sha256") != expected:
-                return cls(title, model, prompts, uncalibrated=f"the calibration was made for another {name}")
-        return cls(title, model, prompts, found)
+        found, reason = calibration_for(checkpoint, prompts, calibration)
+        return cls(title, model, prompts, found, reason)
 
     def describe(self) -> dict[str, Any]:
         """Return title, system, abilities and the state of the calibration."""
         found = self.calibration
-        state = self._uncalibrated
-        if found is not None:
-            state = f"calibrated on {found.data.get('corpus')}, split {found.data.get('split')}"
+        state = self._uncalibrated if found is None else describe_calibration(found)
         return {
             "title": self.title,
             "system": self.model.name,
             "abilities": self.abilities,
-            "calibrated": found is not None,
+            "calibrated": found is not None and bool(found.findings),
             "calibration": state,
         }
 
@@ -138,8 +130,9 @@ class ServedModel:
     def scores(self, image: Encoded, texts: Sequence[str]) -> list[dict[str, Any]]:
         """Return the score of each text, or of all findings, in an encoded image, as `medvl.infer`.
 
-        `score` is the model's probability; `probability` is calibrated, None where there is no calibration: also for
+        `score` is the model's own value; `probability` is calibrated, None where there is no calibration: also for
         some of the classes of prompts that compete with each other, whose calibration belongs to all of them.
+        `uncalibrated` is the reason why the calibration leaves a finding out, else None.
 
         Raises EvaluationError for texts that the prompts cannot score (`medvl.inference.prompts_for`).
         """
@@ -157,7 +150,11 @@ class ServedModel:
             sentences |= scorer.sentences
         fitted = self.calibration.findings if self.calibration is not None and whole else {}
         given = {name: fitted.get(name) for name in findings.names}  # not of free texts, whose sentences are others
-        return [_scored(name, scores[name], sentences.get(name), given.get(name)) for name in names]
+        reasons = self.calibration.left_out if self.calibration is not None else {}
+        return [
+            {**_scored(name, scores[name], sentences.get(name), given.get(name)), "uncalibrated": reasons.get(name)}
+            for name in names
+        ]
 
     def heatmap(self, pixels: np.ndarray, text: str) -> dict[str, Any]:
         """Return the map of a text over the image: uint8 in base64, 0 outside of the model's crop, 1 low to 255 high.

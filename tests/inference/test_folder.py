@@ -1,6 +1,7 @@
 """Inference on folders: what is read, what is skipped, what is written, and resuming."""
 
 import csv
+import dataclasses
 import json
 import shutil
 from pathlib import Path
@@ -16,6 +17,14 @@ from helpers.fusion_samples import tiny_model, tiny_tokenizer
 import medvl
 from medvl.cli import main as cli
 from medvl.errors import ConfigError, ImageError
+from medvl.eval.core.results import checkpoint_sha256
+from medvl.eval.zero_shot_classification.calibration import (
+    Calibration,
+    FindingCalibration,
+    calibration_path,
+    write_calibration,
+)
+from medvl.eval.zero_shot_classification.prompts import load_prompts
 from medvl.inference import folder as module
 from medvl.inference.files import find_images
 from medvl.inference.folder import ImageModel, infer_files
@@ -123,11 +132,51 @@ def test_tables(checkpoint: Path, images: Path, capsys: pytest.CaptureFixture[st
     values = [float(line.split()[-1]) for line in printed.splitlines()[3:]]
     assert len(values) == 14
     assert values == sorted(values, reverse=True)
+    assert printed.splitlines()[2].split() == ["score"]
     cli.main(["infer", str(images), "--checkpoint", str(checkpoint)])
     assert "more columns" in capsys.readouterr().out
     with pytest.raises(SystemExit):
         cli.main(["infer", str(images / "study/cut.PNG"), "--checkpoint", str(checkpoint)])
     assert "no image could be read: 1 truncated" in capsys.readouterr().err
+
+
+def test_the_calibration_of_the_checkpoint_makes_probabilities_of_scores(
+    checkpoint: Path, images: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prompts = load_prompts("chexpert_ensemble")
+    fitted = FindingCalibration(slope=2.0, intercept=-1.0, images=90, positives=30, brier_before=0.3, brier_after=0.2,
+                                ece_before=0.2, ece_after=0.1)  # fmt: skip
+    whole = Calibration(prompts=prompts.name, prompts_sha256=prompts.sha256, data={"corpus": "c", "split": "s"},
+                        checkpoint_sha256=checkpoint_sha256(checkpoint), findings={"Cardiomegaly": fitted},
+                        left_out={"Edema": "needs 10 positive and 10 negative images, has 2 and 80"})  # fmt: skip
+    file, image = write_calibration(whole, tmp_path / "c.json"), images / "a.jpg"
+    raw = medvl.infer(checkpoint, image, TEXTS)["cardiomegaly"]
+    for texts, kind in (
+        (["cardiomegaly"], "probability"),
+        (["Edema", "left apical nodule"], "score"),
+        (["cardiomegaly", "Edema"], "value"),
+    ):
+        out = tmp_path / kind
+        cli.main(["infer", str(image), "--checkpoint", str(checkpoint), "--texts", *texts, "--calibration", str(file),
+                  "--out", str(out)])  # fmt: skip
+        printed = capsys.readouterr()
+        assert printed.out.splitlines()[2].split() == [kind]
+        (line,) = (out / "results.jsonl").read_text().splitlines()
+        values = json.loads(line)["values"]
+        if "cardiomegaly" in texts:
+            assert values["cardiomegaly"] == pytest.approx(fitted.probability(raw), rel=1e-4)
+        assert ("needs 10 positive" in printed.err) == ("Edema" in texts)
+        assert ("probabilities" in json.loads((out / "settings.json").read_text())) == ("cardiomegaly" in texts)
+    default = calibration_path(checkpoint, prompts.name)
+    write_calibration(whole, default)
+    cli.main(["infer", str(image), "--checkpoint", str(checkpoint), "--texts", "cardiomegaly"])
+    assert "probability" in capsys.readouterr().out
+    write_calibration(dataclasses.replace(whole, checkpoint_sha256="other"), default, replace=True)
+    cli.main(["infer", str(image), "--checkpoint", str(checkpoint), "--texts", "cardiomegaly"])
+    printed = capsys.readouterr()
+    assert "probability" not in printed.out
+    assert "made for another checkpoint" in printed.err
+    default.unlink()
 
 
 def test_questions_and_reports(images: Path) -> None:

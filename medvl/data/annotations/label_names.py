@@ -36,7 +36,7 @@ SYNONYMS: tuple[frozenset[str], ...] = tuple(
 )
 """Names of one finding of chest radiographs: of CheXpert, MIMIC-CXR, NIH ChestX-ray14, VinDr-CXR and PadChest."""
 _GENERIC = frozenset(
-    "finding findings label labels class diagnosis pathology disease category condition target value".split()
+    ("finding", "findings", "label", "labels", "class", "diagnosis", "pathology", "disease", "category", "condition")
 )
 """Names of columns that add nothing to their values."""
 _YES = frozenset(("1", "1.0", "yes", "true", "positive", "present"))

@@ -31,12 +31,15 @@ from medvl.eval.core.metrics import Array, ProbabilityColumn
 from medvl.eval.core.publish import default_folder
 from medvl.eval.core.results import checkpoint_sha256
 from medvl.eval.zero_shot_classification.evaluate import score_images
-from medvl.eval.zero_shot_classification.prompts import STANDARDIZED, PromptSet
+from medvl.eval.zero_shot_classification.prompts import COMPETING, STANDARDIZED, ClassPrompts, PromptSet
 
 _VERSION = 1
 _FOLDS = 5
 _FEWEST = 10
 """Positives, and negatives, that a finding needs."""
+_NEEDS = "needs "
+"""Start of the reasons that more images would remove."""
+NOT_MADE = "no calibration was made (medvl eval calibrate)"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,6 +55,17 @@ class FindingCalibration:
     ece_before: float
     ece_after: float
     """Brier score and calibration error, before and after, in a cross-validation over patients."""
+
+    @property
+    def is_worse(self) -> bool:
+        """Whether the fit does not lower the Brier score on patients outside of the fit: it is not used then."""
+        return not self.brier_after < self.brier_before
+
+    @property
+    def reason(self) -> str:
+        """Why a fit that is worse is not used."""
+        before, after = self.brier_before, self.brier_after
+        return f"its Brier score on patients outside of the fit would go from {before:.3f} to {after:.3f}"
 
     def probability(self, score: float) -> float:
         """Return the calibrated probability of a score of the prompt set."""
@@ -70,6 +84,17 @@ class Calibration:
     findings: Mapping[str, FindingCalibration]
     left_out: Mapping[str, str]
     """Finding -> reason why it has no calibration."""
+
+    def of_texts(self, prompts: PromptSet, sentences: Mapping[str, ClassPrompts]) -> dict[str, FindingCalibration]:
+        """Return text -> calibration, of the texts that are scored with the sentences of a calibrated finding.
+
+        Where classes compete, a score depends on the other texts: then all classes together are calibrated, or none.
+        """
+        finding_of = {sides: name for name, sides in prompts.classes.items()}
+        named = {text: finding_of[sides] for text, sides in sentences.items() if sides in finding_of}
+        if prompts.scoring in COMPETING and ({*named.values()} != {*prompts.classes} or len(named) < len(sentences)):
+            return {}
+        return {text: self.findings[name] for text, name in named.items() if name in self.findings}
 
 
 def calibration_path(checkpoint: Path, prompts: str) -> Path:
@@ -96,7 +121,7 @@ def calibrate(
         policy: conversion of uncertain and missing labels.
         data: description of the validation images.
 
-    Raises EvaluationError if no finding can be calibrated.
+    Raises EvaluationError if no finding has enough images.
     """
     if prompts.scoring in STANDARDIZED or not prompts.gives_probabilities:
         message = f"{prompts.name!r} gives no probabilities to calibrate: its scoring is {prompts.scoring!r}"
@@ -104,7 +129,7 @@ def calibrate(
     policy = policy or LabelPolicy()
     images = score_images(model, loader, prompts.for_labels(loader.source.label_names), policy)
     findings, left_out = _fit_all(images)
-    if not findings:
+    if not findings and all(reason.startswith(_NEEDS) for reason in left_out.values()):
         reasons = "; ".join(f"{name}: {reason}" for name, reason in left_out.items())
         raise EvaluationError(f"no finding can be calibrated ({reasons}); use more validation images", "empty")
     return Calibration(
@@ -125,11 +150,11 @@ def _fit_all(images: ScoredImages) -> tuple[dict[str, FindingCalibration], dict[
         known_N = ~np.isnan(label_N)
         logit_N, positive_N = _logit(score_N[known_N]), label_N[known_N] == 1
         if min(positive_N.sum(), (~positive_N).sum()) < _FEWEST:
-            left_out[name] = f"needs {_FEWEST} positive and {_FEWEST} negative images, has {positive_N.sum()} and "
+            left_out[name] = f"{_NEEDS}{_FEWEST} positive and {_FEWEST} negative images, has {positive_N.sum()} and "
             left_out[name] += str((~positive_N).sum())
             continue
         if len(set(patients[known_N])) < 2:
-            left_out[name] = "needs images of two patients or more, for a cross-validation over patients"
+            left_out[name] = f"{_NEEDS}images of two patients or more, for a cross-validation over patients"
             continue
         slope, intercept = fit_platt(logit_N, positive_N)
         if slope <= 0:
@@ -137,7 +162,7 @@ def _fit_all(images: ScoredImages) -> tuple[dict[str, FindingCalibration], dict[
             continue
         held_out_N = _held_out(logit_N, positive_N, patients[known_N])
         before, after = _quality(score_N[known_N], positive_N), _quality(held_out_N, positive_N)
-        findings[name] = FindingCalibration(
+        fitted = FindingCalibration(
             slope=slope,
             intercept=intercept,
             images=len(positive_N),
@@ -147,6 +172,10 @@ def _fit_all(images: ScoredImages) -> tuple[dict[str, FindingCalibration], dict[
             ece_before=before[1],
             ece_after=after[1],
         )
+        if fitted.is_worse:
+            left_out[name] = fitted.reason
+        else:
+            findings[name] = fitted
     return findings, left_out
 
 
@@ -237,7 +266,10 @@ def read_calibration(path: Path) -> Calibration:
         numbers = [value for each in findings.values() for value in dataclasses.astuple(each)]
         if not all(isinstance(value, int | float) and math.isfinite(value) for value in numbers):
             raise ValueError("a number is not finite")
-        return Calibration(findings=findings, **content)
+        worse = {name: each.reason for name, each in findings.items() if each.is_worse}  # of earlier versions
+        content["left_out"] = {**content["left_out"], **worse}
+        used = {name: each for name, each in findings.items() if name not in worse}
+        return Calibration(findings=used, **content)
     except FileNotFoundError:
         raise EvaluationError(f"{path} does not exist; run medvl eval calibrate", "not_found") from None
     except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -245,8 +277,35 @@ def read_calibration(path: Path) -> Calibration:
         raise EvaluationError(message, "malformed") from error
 
 
+def calibration_for(checkpoint: Path, prompts: PromptSet, path: Path | None = None) -> tuple[Calibration | None, str]:
+    """Return the calibration of a checkpoint's scores by a prompt set, and "" or the reason why there is none.
+
+    `path` is a file of `medvl eval calibrate`; None takes the one among the evaluations of the checkpoint. Raises
+    EvaluationError if the file is missing or damaged.
+    """
+    default = calibration_path(checkpoint, prompts.name)
+    if path is None and not default.is_file():
+        return None, NOT_MADE
+    found = read_calibration(path or default)
+    for name, expected in (("checkpoint", checkpoint_sha256(checkpoint)), ("prompts", prompts.sha256)):
+        if getattr(found, f"{name}_sha256") != expected:
+            return None, f"the calibration was made for another {name}"
+    return found, ""
+
+
+def describe_calibration(calibration: Calibration) -> str:
+    """Return the data of a calibration, and the findings that stay uncalibrated with the reasons."""
+    data = f"calibrated on {calibration.data.get('corpus')}, split {calibration.data.get('split')}"
+    if not calibration.findings:
+        data = "no finding could be calibrated"
+    reasons = "; ".join(f"{name}: {reason}" for name, reason in calibration.left_out.items())
+    return f"{data}. Uncalibrated: {reasons}" if reasons else data
+
+
 def calibration_table(calibration: Calibration) -> str:
     """Return the calibration as plain text: one line for each finding."""
+    if not calibration.findings:
+        return "\n".join(f"{name}: uncalibrated, {reason}" for name, reason in calibration.left_out.items())
     head = ["finding", "images", "positive", "slope", "intercept", "Brier", "after", "ECE", "after"]
     rows: list[Sequence[str]] = [head]
     for name, each in calibration.findings.items():

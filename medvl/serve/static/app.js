@@ -225,7 +225,8 @@ const having = (ability, models) => models.filter((_, number) => served.models[n
 function scoreTable(models, rows, used) {
   const able = served.models.some((model) => model.abilities.heatmap);
   const seen = used ? `the image in the window ${used.center.toFixed(0)} / ${used.width.toFixed(0)}` : "the image as its file renders it";
-  const head = models.map((model) => element("th", { scope: "col" }, served.models.length > 1 ? model.title : "Probability"));
+  const calibrated = rows.every(({ results }) => results.every((result) => !result || result.probability !== null));
+  const head = models.map((model) => element("th", { scope: "col" }, served.models.length > 1 ? model.title : calibrated ? "Probability" : "Score"));
   const body = rows.map(({ text, results }) => {
     const button = element("button", { type: "button", "aria-pressed": "false", "aria-label": `Show the map of ${text}` }, "Map");
     button.addEventListener("click", () => showMap(text, button));
@@ -247,7 +248,8 @@ function scoreCell(row) {
   const meter = element("span", { class: "meter", "aria-hidden": "true" }, bar);
   const against = row.positive.length ? `For: ${row.positive.join(" ")} Against: ${row.negative.join(" ")}` : "";
   if (row.probability === null) {
-    return element("td", { class: "number raw", title: against }, row.score.toFixed(2), " ", element("small", {}, "uncalibrated"), meter);
+    const reason = row.uncalibrated ? `Uncalibrated: ${row.uncalibrated}. ` : "";
+    return element("td", { class: "number raw", title: reason + against }, row.score.toFixed(2), " ", element("small", {}, "uncalibrated"), meter);
   }
   const basis = `Calibrated on ${row.images} images, ${row.positives} with the finding. ${against}`;
   return element("td", { class: "number", title: basis }, percent(row.probability), meter);
@@ -288,7 +290,7 @@ async function answerQuestion() {
   if (!answer) return;
   find("answers").replaceChildren(articles("answer", answer.models, (result) => [
     element("p", { class: "text" }, result.answer),
-    element("p", { class: "hint" }, `The model's own probability: ${percent(result.score)}, uncalibrated.`)]));
+    element("p", { class: "hint" }, `The model's own score: ${result.score.toFixed(2)}, uncalibrated.`)]));
   const first = answer.models.find((model) => model.result);
   if (first) say(`Answer: ${first.result.answer}.`);
 }

@@ -92,6 +92,50 @@ def test_findings_without_enough_images_or_reversed_are_left_out(tmp_path: Path)
     assert "likelier" in left_out["Edema"]
 
 
+def uninformative() -> tuple[FakeModel, FakeLoader]:
+    """Return a model and images whose scores have nothing to do with the label, but for a slope above 0 by chance."""
+    rng = np.random.default_rng(1)
+    source = make_source((rng.random((36, 1)) < 0.5).astype(float), ["Edema"])
+    source.images = [rng.integers(100, 156, image.shape, dtype=np.uint8) for image in source.images]
+    return FakeModel(), FakeLoader(source)
+
+
+def test_a_calibration_that_is_worse_is_not_used(tmp_path: Path) -> None:
+    model, loader = uninformative()
+    (tmp_path / "model.safetensors").write_bytes(b"weights")
+    result = fit.calibrate(model, loader, PROMPTS.select(["Edema"]), checkpoint=tmp_path)
+    assert not result.findings
+    assert "Brier score on patients outside of the fit" in result.left_out["Edema"]
+    path = fit.write_calibration(result, tmp_path / "c.json")
+    assert fit.read_calibration(path) == result
+    assert "Edema: uncalibrated, its Brier score" in fit.calibration_table(result)
+    assert "no finding could be calibrated" in fit.describe_calibration(result)
+
+
+def test_a_worse_fit_in_the_file_of_an_earlier_version_is_not_used(tmp_path: Path) -> None:
+    fitted = fit.FindingCalibration(slope=1.0, intercept=0.0, images=30, positives=10, brier_before=0.249,
+                                    brier_after=0.293, ece_before=0.1, ece_after=0.2)  # fmt: skip
+    better = dataclasses.replace(fitted, brier_after=0.2)
+    whole = fit.Calibration(prompts="p", prompts_sha256="0", checkpoint_sha256="1", data={"corpus": "c", "split": "s"},
+                            findings={"Edema": fitted, "Fracture": better}, left_out={})  # fmt: skip
+    read = fit.read_calibration(fit.write_calibration(whole, tmp_path / "c.json"))
+    assert list(read.findings) == ["Fracture"]
+    assert "from 0.249 to 0.293" in read.left_out["Edema"]
+    assert "Edema: its Brier score" in fit.describe_calibration(read)
+
+
+def test_texts_have_the_calibration_of_the_finding_whose_sentences_they_are_scored_with() -> None:
+    fitted = fit.FindingCalibration(slope=1.0, intercept=0.0, images=30, positives=10, brier_before=0.3,
+                                    brier_after=0.2, ece_before=0.2, ece_after=0.1)  # fmt: skip
+    whole = fit.Calibration(prompts="p", prompts_sha256="0", checkpoint_sha256="1", data={}, left_out={},
+                            findings={"Edema": fitted})  # fmt: skip
+    sentences = {"edema": PROMPTS.classes["Edema"], "a mass": ClassPrompts(("There is a mass.",), ("No mass.",))}
+    assert whole.of_texts(PROMPTS, sentences) == {"edema": fitted}
+    competing = load_prompts("chexpert_classes")
+    assert whole.of_texts(competing, {"Edema": competing.classes["Edema"]}) == {}
+    assert whole.of_texts(competing, competing.classes) == {"Edema": fitted}
+
+
 def test_labels_that_the_prompts_do_not_list_are_calibrated(tmp_path: Path) -> None:
     model, loader = labelled()
     (tmp_path / "model.safetensors").write_bytes(b"weights")
@@ -144,5 +188,5 @@ def test_command_writes_beside_the_checkpoint(tmp_path: Path, capsys: pytest.Cap
         "chexpert_pairs",
     ]
     cli.main([*arguments, "--workers", "0", "--device", "cpu"])
-    assert fit.read_calibration(tmp_path / "run/eval/calibration/chexpert_pairs.json").findings
+    assert fit.read_calibration(tmp_path / "run/best/eval/calibration/chexpert_pairs.json").findings
     assert "Edema" in capsys.readouterr().out
