@@ -8,10 +8,8 @@
 A line is written when its image is finished, so that an interrupted run continues where it stopped.
 """
 
-import csv
 import dataclasses
 import hashlib
-import io
 import json
 import os
 from collections import Counter
@@ -24,6 +22,7 @@ import numpy as np
 from torch import Tensor
 from tqdm import tqdm
 
+from medvl.common.csv_text import csv_text
 from medvl.common.files import open_own, write_atomic
 from medvl.common.folders import subfolder
 from medvl.common.untrusted import parse_json
@@ -159,7 +158,8 @@ def infer_files(
             bar.update(len(results))
     ordered = [finished[_name(path)] for path in images]
     if out is not None:
-        write_atomic(out / TABLE, _csv(ordered, model.names))
+        rows = [[one.image, *(one.values.get(name, "") for name in model.names), one.skipped or ""] for one in ordered]
+        write_atomic(out / TABLE, csv_text([["image", *model.names, "skipped"], *rows]))
     return ordered
 
 
@@ -270,12 +270,3 @@ def _read_lines(path: Path) -> Iterator[ImageResult]:
     for line in whole.decode().split("\n")[:-1]:  # not at the separators of Unicode, which names may have
         data = parse_json(line)
         yield ImageResult(**{**data, "overlays": tuple(data.get("overlays", ()))})
-
-
-def _csv(results: Sequence[ImageResult], names: Sequence[str]) -> str:
-    buffer = io.StringIO()
-    writer = csv.writer(buffer, lineterminator="\n")
-    writer.writerow(["image", *names, "skipped"])
-    for result in results:
-        writer.writerow([result.image, *(result.values.get(name, "") for name in names), result.skipped or ""])
-    return buffer.getvalue()

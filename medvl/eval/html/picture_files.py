@@ -1,10 +1,10 @@
 """Files of a page's galleries and heat maps: each picture as a JPEG file, and a list of their descriptions."""
 
 import base64
-import csv
-import io
 from collections.abc import Iterator, Sequence
 from typing import Any
+
+from medvl.common.csv_text import csv_text
 
 JPEG = "data:image/jpeg;base64,"
 _COLUMNS = ("file", "group", "alternative text", "lines", "color scale")
@@ -33,9 +33,7 @@ def picture_files(sections: Sequence[Any], names: Sequence[str]) -> tuple[dict[s
             scale = "" if picture.scale is None else f"{picture.scale.low} to {picture.scale.high}"
             rows.append((name_of[picture.source], group, picture.alternative, " | ".join(picture.lines), scale))
         if rows:
-            text = io.StringIO()
-            csv.writer(text, lineterminator="\n").writerows([_COLUMNS, *rows])
-            files[f"{name}-pictures.csv"] = text.getvalue().encode()
+            files[f"{name}-pictures.csv"] = csv_text([_COLUMNS, *rows]).encode()
     return files, name_of
 
 

@@ -1,12 +1,11 @@
 """Tables of the pages: cells, axes of their interval bars, and files for papers (CSV, Markdown, LaTeX)."""
 
-import csv
 import dataclasses
-import io
 import math
 import re
 from collections.abc import Sequence
 
+from medvl.common.csv_text import csv_text
 from medvl.eval.core.metric_rows import MetricRow
 from medvl.eval.core.results import format_value
 
@@ -115,11 +114,9 @@ def as_csv(table: Table) -> str:
     """Return the table as CSV. A column of numbers with intervals becomes three: value, low and high, in full."""
     lines = _complete(table)
     numeric = [any(isinstance(cell, Cell) and cell.interval for cell in column) for column in zip(*lines, strict=True)]
-    file = io.StringIO()
-    writer = csv.writer(file, lineterminator="\n")
     header = zip(table.columns, numeric or [False] * len(table.columns), strict=True)
     names = [[name or "name", *([f"{name} low", f"{name} high"] if three else [])] for name, three in header]
-    writer.writerow([name for group in names for name in group])
+    rows = [[name for group in names for name in group]]
     for line in lines:
         fields: list[str] = []
         for cell, three in zip(line, numeric, strict=True):
@@ -129,8 +126,8 @@ def as_csv(table: Table) -> str:
             else:
                 text = _text(cell).replace("–", "") if three else _text(cell)
                 fields += [text, *([""] * (2 * three))]
-        writer.writerow(fields)
-    return file.getvalue()
+        rows.append(fields)
+    return csv_text(rows)
 
 
 def as_markdown(table: Table) -> str:
