@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from medvl.common.config_io import from_dict, nearest
+from medvl.common.text_files import read_text
 from medvl.errors import ConfigError
 
 Family = Literal["dual", "fusion", "records", "report"]
@@ -275,11 +276,9 @@ def read_benchmark(source: str | Path, changes: Mapping[str, Any] | None = None)
             raise ConfigError(message, "unknown_name", field="benchmark")
         path = _PRESETS / f"{source}.toml"
     try:
-        data = tomllib.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        message = f"{path} does not exist; give a .toml file, or one of {', '.join(list_benchmarks())}"
-        raise ConfigError(message, "not_found", field="benchmark") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        what = f"a .toml file, or one of {', '.join(list_benchmarks())}"
+        data = tomllib.loads(read_text(path, ConfigError, field="benchmark", what=what))
+    except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{path} is not TOML: {error}", "malformed", field="benchmark") from None
     _replace_names_of_steps(data)
     for name, value in (changes or {}).items():

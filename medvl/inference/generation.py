@@ -19,7 +19,7 @@ from medvl.common.checks import check_choice, check_within
 from medvl.common.config_io import to_dict
 from medvl.common.files import sha256, write_atomic
 from medvl.common.seeding import derive
-from medvl.common.untrusted import ANYWHERE, read_limited
+from medvl.common.text_files import read_text
 from medvl.data.images.codecs import encode_png
 from medvl.data.images.generated import GeneratedImages, GeneratedImagesWriter, Generation
 from medvl.data.loading.sources import color_for
@@ -82,13 +82,8 @@ def prompts_of_file(path: Path | str) -> tuple[list[Prompt], dict[str, Any]]:
     Raises ConfigError when the file cannot be read or has no prompt.
     """
     path = Path(path)
-    try:
-        with ANYWHERE.open(path, ConfigError) as file:
-            lines = read_limited(file, _MAX_PROMPT_BYTES, ConfigError).decode("utf-8-sig").splitlines()
-    except FileNotFoundError:
-        raise ConfigError(f"{path} does not exist", "not_found", field="prompts") from None
-    except UnicodeDecodeError:
-        raise ConfigError(f"{path} is not text in UTF-8", "malformed", field="prompts") from None
+    text = read_text(path, ConfigError, field="prompts", limit=_MAX_PROMPT_BYTES, what="a file with a prompt per line")
+    lines = text.split("\n")
     prompts = [Prompt(text=line.strip(), key=str(number)) for number, line in enumerate(lines, 1) if line.strip()]
     if not prompts:
         raise ConfigError(f"{path} has no prompt: expected one per line", "empty", field="prompts")

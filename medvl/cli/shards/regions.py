@@ -112,8 +112,6 @@ def regions(
 
 
 def _read_names(path: Path) -> list[str]:
-    try:
-        return path.read_text(encoding="utf-8").splitlines()
-    except (OSError, ValueError) as error:
-        message = f"cannot read {path} ({type(error).__name__}); expected a name on each line"
-        raise ConfigError(message, "unreadable", field="class_names") from error
+    from medvl.common.text_files import read_lines
+
+    return read_lines(path, ConfigError, field="class_names", what="a file with a name on each line")

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from medvl.common.files import write_atomic
+from medvl.common.text_files import read_json_objects, read_text
 from medvl.common.untrusted import parse_json
 from medvl.data.reports.statements import statement
 from medvl.errors import ConfigError
@@ -48,17 +49,7 @@ def radgraph_statements(
 
     Raises ConfigError: "not_found", or "malformed" with the name of the report.
     """
-    if not path.is_file():
-        raise ConfigError(f"{path} does not exist: expected RadGraph's annotations as JSON", "not_found", field="file")
-    text = path.read_text(encoding="utf-8")
-    try:
-        reports = parse_json(text) if not path.name.endswith(".jsonl") else {
-            row["study"]: row for line in text.split("\n") if line.strip() for row in [parse_json(line)]
-        }  # fmt: skip
-        items = list(reports.items())
-    except (ValueError, KeyError, TypeError, AttributeError):
-        message = f"{path}: expected JSON of reports by name, such as RadGraph writes it"
-        raise ConfigError(message, "malformed", field="file") from None
+    items = _reports_by_line(path) if path.name.endswith(".jsonl") else _reports_by_name(path)
     for number, (name, report) in enumerate(items, start=1):
         try:
             found = tuple(dict.fromkeys(_statements(report["entities"])))
@@ -66,6 +57,25 @@ def radgraph_statements(
             message = f"{path}, report {number}: expected entities with tokens, label and relations to known entities"
             raise ConfigError(message, "malformed", field="file") from None
         yield (name if study is None else name_in_shards(name, study)), found
+
+
+def _reports_by_name(path: Path) -> list[tuple[str, Any]]:
+    what = "RadGraph's annotations as JSON"
+    try:
+        return list(parse_json(read_text(path, ConfigError, field="file", what=what)).items())
+    except (ValueError, AttributeError) as error:
+        reason = f" ({error})" if isinstance(error, ValueError) else ""
+        message = f"{path}: expected JSON of reports by name, such as RadGraph writes it{reason}"
+        raise ConfigError(message, "malformed", field="file") from None
+
+
+def _reports_by_line(path: Path) -> list[tuple[str, Any]]:
+    reports: dict[str, Any] = {}
+    for where, row in read_json_objects(path, ConfigError, {"study": str, "entities": object}, field="file"):
+        if row["study"] in reports:
+            raise ConfigError(f"{where}: the study occurs twice", "exists", field="file")
+        reports[row["study"]] = row
+    return list(reports.items())
 
 
 def name_in_shards(name: str, study: Callable[[str, str], str]) -> str:

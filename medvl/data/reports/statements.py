@@ -14,7 +14,7 @@ import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from medvl.common.untrusted import parse_json
+from medvl.common.text_files import read_json_objects
 from medvl.data.annotations.label_names import named_as, spoken_name
 from medvl.data.reports.labeler import NAMES, Mention, find_mentions
 from medvl.data.reports.labeler_cues import LINKS, PREDICATES
@@ -133,22 +133,13 @@ def read_statements(path: Path) -> Mapping[str, tuple[str, ...]]:
 
     Raises ConfigError naming the line: "not_found", "malformed", or "exists" for a study that occurs twice.
     """
-    if not path.is_file():
-        raise ConfigError(f"{path} does not exist: expected a JSONL file of statements", "not_found", field="file")
     found: dict[str, tuple[str, ...]] = {}
-    with path.open(encoding="utf-8") as file:
-        for number, line in enumerate(file, start=1):
-            if not line.strip():
-                continue
-            try:
-                row = parse_json(line)
-                study, texts = row["study"], row["statements"]
-                if not (isinstance(study, str) and isinstance(texts, list) and all(isinstance(x, str) for x in texts)):
-                    raise ValueError("wrong types")
-            except (ValueError, KeyError, TypeError):
-                message = f'{path}, line {number}: expected {{"study": NAME, "statements": [TEXT, ...]}}'
-                raise ConfigError(message, "malformed", field="file") from None
-            if study in found:
-                raise ConfigError(f"{path}, line {number}: the study occurs twice", "exists", field="file")
-            found[study] = tuple(dict.fromkeys(" ".join(text.split()) for text in texts if text.strip()))
+    for where, row in read_json_objects(path, ConfigError, ("study", "statements"), field="file"):
+        study, texts = row["study"], row["statements"]
+        if not (isinstance(study, str) and isinstance(texts, list) and all(isinstance(x, str) for x in texts)):
+            message = f'{where}: expected {{"study": NAME, "statements": [TEXT, ...]}}'
+            raise ConfigError(message, "malformed", field="file")
+        if study in found:
+            raise ConfigError(f"{where}: the study occurs twice", "exists", field="file")
+        found[study] = tuple(dict.fromkeys(" ".join(text.split()) for text in texts if text.strip()))
     return found

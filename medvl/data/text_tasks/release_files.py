@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from xml.etree import ElementTree
 
+from medvl.common.text_files import decode_text
 from medvl.common.untrusted import InputFolders, read_limited
 from medvl.data.text_tasks.tasks import SPLITS, Split
 from medvl.errors import CorpusError
@@ -40,9 +41,9 @@ def read_text(path: Path, folder: Path) -> str:
     """Return the text of a file of the release in `folder`, with universal newlines."""
     try:
         with InputFolders.of(folder).open(path, CorpusError) as file:
-            text = read_limited(file, MAX_FILE_BYTES, CorpusError).decode("utf-8")
+            text = decode_text(read_limited(file, MAX_FILE_BYTES, CorpusError), path, CorpusError, field="data")
         return text.replace("\r\n", "\n").replace("\r", "\n")
-    except (OSError, UnicodeDecodeError) as error:
+    except OSError as error:
         raise CorpusError(f"cannot read {path} ({error})", "unreadable", field="data") from error
 
 

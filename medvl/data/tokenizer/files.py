@@ -19,6 +19,7 @@ from typing import Any, Literal, get_args
 from tokenizers import Regex, Tokenizer as Backend, decoders, models, normalizers, pre_tokenizers, processors
 
 from medvl.common.hub import fetch
+from medvl.common.text_files import read_text
 from medvl.common.untrusted import parse_json
 from medvl.data.tokenizer.published_cleaning import clean_as_albef, clean_words
 from medvl.data.tokenizer.report_cleaning import clean_report, clean_report_as_r2gen
@@ -143,7 +144,7 @@ def _backend(files: Mapping[str, Path], config: Mapping[str, Any], lowercase: bo
 def _text(path: Path) -> str:
     if path.stat().st_size > _LARGEST_FILE:
         raise ConfigError(f"{path} is larger than {_LARGEST_FILE} bytes: not a tokenizer file", "too_large")
-    return path.read_text(encoding="utf-8")
+    return read_text(path, ConfigError, what="a tokenizer file")
 
 
 def _special(backend: Backend, role: str, config: Mapping[str, Any]) -> str | None:

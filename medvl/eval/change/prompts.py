@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping
 from pathlib import Path
 
+from medvl.common.text_files import read_text
 from medvl.common.untrusted import parse_json
 from medvl.data.annotations.label_names import spoken_name
 from medvl.errors import EvaluationError
@@ -45,9 +46,9 @@ def load_change_prompts(path: Path | str | None = None) -> ChangePrompts:
         return ChangePrompts("default", _DEFAULT)
     path = Path(path)
     try:
-        data = parse_json(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        message = f"cannot read prompts from {path} ({type(error).__name__})"
+        data = parse_json(read_text(path, EvaluationError, field="prompts", what="a JSON file of prompts"))
+    except ValueError as error:
+        message = f"{path} is not valid JSON: {error}"
         raise EvaluationError(message, "malformed", field="prompts") from error
     valid = isinstance(data, dict) and set(data) == set(CHANGES)
     if not valid or not all(_are_templates(templates) for templates in data.values()):

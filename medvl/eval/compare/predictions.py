@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from medvl.common.text_files import read_text
 from medvl.common.untrusted import parse_json
 from medvl.errors import EvaluationError
 from medvl.eval.compare.readers import READERS, Line, Ranked, Reader, at_items
@@ -72,7 +73,7 @@ def read_items(folder: Path, results: Results) -> Items | None:
     if reader is None or not path.is_file():
         return None
     try:
-        lines = [parse_json(line) for line in path.read_text(encoding="utf-8").split("\n") if line.strip()]
+        lines = [parse_json(line) for line in read_text(path, EvaluationError).split("\n") if line.strip()]
         if any(field not in line for line in lines for field in reader.needs):
             return None
         named = sorted(

@@ -12,13 +12,13 @@ order of predictions.jsonl, and give its two files. Formats:
 * CXR-Report-Metric (rajpurkarlab/CXR-Report-Metric): CSV with a row for each report and any of `SCORES`; means.
 """
 
-import csv
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from medvl.common.text_files import read_csv_rows, read_text
 from medvl.common.untrusted import parse_json
 from medvl.errors import EvaluationError
 from medvl.eval.core.metric_rows import MetricGroup, mean_metrics
@@ -75,11 +75,10 @@ def radgraph_metrics(generated: Sequence[Annotation], references: Sequence[Annot
 def read_radgraph(path: Path, reports: int) -> list[Annotation]:
     """Read one file of annotations. Raises EvaluationError where it is damaged, or of another number of reports."""
     try:
-        entries = list(parse_json(path.read_bytes()).values())
+        text = read_text(path, EvaluationError, field="radgraph", what="a file of RadGraph's annotations")
+        entries = list(parse_json(text).values())
         for entry in entries:
             _with_relations(entry)
-    except FileNotFoundError:
-        raise EvaluationError(f"{path} does not exist", "not_found", field="radgraph") from None
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         message = (
             f"{path} is not a file of RadGraph's annotations ({type(error).__name__}); see the docs for its format"
@@ -91,7 +90,7 @@ def read_radgraph(path: Path, reports: int) -> list[Annotation]:
 
 def report_metric_scores(path: Path, reports: int) -> list[MetricGroup]:
     """Return the means of the scores in a file of CXR-Report-Metric. Raises EvaluationError."""
-    rows = _read_csv(path, "scores")
+    rows = read_csv_rows(path, EvaluationError, field="scores")
     found = [name for name in SCORES if rows and name in rows[0]]
     if not found:
         message = f"{path} has none of the columns {', '.join(SCORES)}"
@@ -105,7 +104,7 @@ def report_metric_scores(path: Path, reports: int) -> list[MetricGroup]:
 
 
 def _read_chexbert(path: Path, texts: Sequence[str]) -> list[dict[str, int]]:
-    rows = _read_csv(path, "chexbert")
+    rows = read_csv_rows(path, EvaluationError, field="chexbert")
     missing = [name for name in (_TEXT, *FINDINGS) if not rows or name not in rows[0]]
     if missing:
         message = f"{path} lacks the columns {', '.join(missing[:3])}: expected a file of CheXbert's label.py"
@@ -119,16 +118,6 @@ def _read_chexbert(path: Path, texts: Sequence[str]) -> list[dict[str, int]]:
         {name: int(_number(row[name], path, name)) for name in FINDINGS if row[name].strip() not in ("", "nan")}
         for row in rows
     ]
-
-
-def _read_csv(path: Path, field: str) -> list[dict[str, str]]:
-    try:
-        with path.open(newline="", encoding="utf-8") as file:
-            return [{name: value or "" for name, value in row.items() if name} for row in csv.DictReader(file)]
-    except FileNotFoundError:
-        raise EvaluationError(f"{path} does not exist", "not_found", field=field) from None
-    except (csv.Error, UnicodeDecodeError) as error:
-        raise EvaluationError(f"{path} is not a table ({error})", "malformed", field=field) from error
 
 
 def _number(text: str, path: Path, column: str) -> float:

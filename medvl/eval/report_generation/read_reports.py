@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from medvl.common.untrusted import parse_json
+from medvl.common.text_files import read_json_objects
 from medvl.data.loading.sources import Source
 from medvl.data.transforms.text import choose_sections
 from medvl.errors import EvaluationError
@@ -35,29 +35,22 @@ def read_reports(path: Path, references: Mapping[str, Reference] | None = None) 
 
     Raises EvaluationError where a line is malformed, a key is repeated, or one is not in `references`.
     """
-    if not path.is_file():
-        raise EvaluationError(f"{path} does not exist: give a file with one JSON object per line", "not_found")
     found: dict[str, GeneratedReport] = {}
-    for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), 1):
-        if not line.strip():
-            continue
-        try:
-            row = parse_json(line)
-            key, generated = str(row["key"]), row["generated"]
-            patient, reference, subgroups = (
-                Reference(str(row.get("patient", key)), row["reference"], row.get("subgroups") or {})
-                if references is None
-                else references[key]
-            )
-        except (ValueError, KeyError, TypeError) as error:
-            wanted = "key and generated" if references is not None else "key, generated and reference"
-            reason = "of a report that is not in the data" if isinstance(error, KeyError) and references else ""
-            message = f"{path}, line {number}: expected an object with {wanted} {reason}".rstrip()
-            raise EvaluationError(message, "malformed") from error
-        if not isinstance(generated, str) or not isinstance(reference, str):
-            raise EvaluationError(f"{path}, line {number}: texts must be strings", "wrong_type", field="generated")
+    texts = {"generated": str} if references is not None else {"generated": str, "reference": str}
+    for where, row in read_json_objects(path, EvaluationError, {"key": object, **texts}, field="predictions"):
+        key, generated = str(row["key"]), row["generated"]
+        if references is None:
+            subgroups = row.get("subgroups") or {}
+            if not isinstance(subgroups, dict):
+                raise EvaluationError(f"{where}: subgroups must be an object", "wrong_type", field="subgroups")
+            patient, reference = str(row.get("patient", key)), row["reference"]
+        elif key in references:
+            patient, reference, subgroups = references[key]
+        else:
+            message = f"{where}: the key is of a report that is not in the data"
+            raise EvaluationError(message, "malformed", field="key")
         if key in found:
-            raise EvaluationError(f"{path}, line {number}: {key} has a second report", "conflict", field="key")
+            raise EvaluationError(f"{where}: {key} has a second report", "conflict", field="key")
         ended = bool(row.get("ended", True))
         found[key] = GeneratedReport(
             key=key,

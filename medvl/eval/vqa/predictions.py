@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import ArrayLike
 
-from medvl.common.untrusted import parse_json
+from medvl.common.text_files import read_json_objects
 from medvl.errors import EvaluationError
 from medvl.eval.vqa.answer_vocabulary import AnswerVocabulary
 
@@ -33,24 +33,15 @@ def read_predictions(path: str | Path) -> dict[str, Prediction]:
     Raises:
         EvaluationError: the file does not exist, or a line is malformed or repeats an id; the message gives its number.
     """
-    path = Path(path)
-    if not path.is_file():
-        raise EvaluationError(f"{path} does not exist: give a file with one JSON object per line", "not_found")
     predictions: dict[str, Prediction] = {}
-    for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), 1):
-        if not line.strip():
-            continue
-        try:
-            row = parse_json(line)
-            name, answer = str(row["id"]), row["answer"]
-        except (ValueError, KeyError, TypeError) as error:
-            message = f"{path}, line {number}: expected an object with id and answer"
-            raise EvaluationError(message, "malformed") from error
-        if not isinstance(answer, str):
-            raise EvaluationError(f"{path}, line {number}: answer must be a string", "wrong_type", field="answer")
+    fields = {"id": object, "answer": str}
+    for where, row in read_json_objects(Path(path), EvaluationError, fields, field="predictions"):
+        name, score = str(row["id"]), row.get("score")
         if name in predictions:
-            raise EvaluationError(f"{path}, line {number}: question {name} has a second answer", "conflict", field="id")
-        predictions[name] = Prediction(answer, row.get("answer_type"), row.get("score"))
+            raise EvaluationError(f"{where}: question {name} has a second answer", "conflict", field="id")
+        if score is not None and (isinstance(score, bool) or not isinstance(score, int | float)):
+            raise EvaluationError(f"{where}: score must be a number", "wrong_type", field="score")
+        predictions[name] = Prediction(row["answer"], row.get("answer_type"), score)
     return predictions
 
 

@@ -36,6 +36,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from medvl.common.config_io import nearest
+from medvl.common.text_files import decode_text
 from medvl.common.untrusted import parse_json
 from medvl.data.annotations.label_names import match_labels, spoken_name
 from medvl.errors import EvaluationError
@@ -172,7 +173,7 @@ def load_prompts(name_or_path: str | Path) -> PromptSet:
         raise EvaluationError(message, "unknown_name", field="prompts")
     content = path.read_bytes()
     try:
-        data = parse_json(content.decode())
+        data = parse_json(decode_text(content, path, EvaluationError, field="prompts"))
     except ValueError as error:  # includes JSON and UTF-8 errors
         raise EvaluationError(f"{path} is not valid JSON: {error}", "malformed", field="prompts") from error
     return _parse(data, str(path), hashlib.sha256(content).hexdigest())

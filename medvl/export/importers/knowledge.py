@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from medvl.common.files import sha256
-from medvl.common.untrusted import ANYWHERE, read_limited
+from medvl.common.text_files import read_text
 from medvl.data.knowledge.finder import EntityFinder
 from medvl.errors import ConfigError, WeightsError
 from medvl.export.importers.encoders_from_shapes import attention_heads
@@ -71,13 +71,11 @@ def with_names(config: Any, path: Path) -> tuple[Any, dict[str, Tensor]]:
 
     Raises ConfigError when it cannot be read, or its entities are not those of the checkpoint.
     """
+    what = "entity2id.txt"
+    lines = read_text(path, ConfigError, field="entities", limit=_MAX_BYTES, what=what).split("\n")[1:]
     try:
-        with ANYWHERE.open(path, ConfigError) as file:
-            lines = read_limited(file, _MAX_BYTES, ConfigError).decode().splitlines()[1:]
         rows = [line.split("\t") for line in lines if line.strip()]
         names = [(name, int(number)) for _, number, first, *more in rows for name in (first, *more)]
-    except FileNotFoundError:
-        raise ConfigError(f"{path} does not exist", "not_found", field="entities") from None
     except ValueError:
         message = f"{path}: expected lines of identifier, number and name with tabs between them"
         raise ConfigError(message, "malformed", field="entities") from None

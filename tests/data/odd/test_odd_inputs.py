@@ -14,6 +14,7 @@ from pathlib import Path
 
 import numpy as np
 import odd_dicom
+import odd_files
 import odd_images
 import odd_tables
 import odd_tars
@@ -26,7 +27,9 @@ from medvl.data import decode_image, read_image
 from medvl.data.corpora.common.spreadsheet import read_sheet
 from medvl.data.shards.format import Manifest, split_folders
 from medvl.data.shards.source import ShardSource
-from medvl.errors import CorpusError, ImageError
+from medvl.errors import CorpusError, EvaluationError, ImageError
+from medvl.eval import load_prompts, read_predictions
+from medvl.inference.generation import prompts_of_file
 
 
 @dataclasses.dataclass(frozen=True)
@@ -231,3 +234,60 @@ def test_rows_that_are_filtered_out_are_counted(tmp_path: Path, capsys: pytest.C
     line = "table: read 10 rows: kept 5, left out 5 (5 where)"
     assert line in done.out
     assert line in medvl(capsys, "verify", tmp_path / "out").out
+
+
+@pytest.mark.parametrize("name", odd_files.READ)
+def test_texts_of_every_known_encoding_are_read(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    encode = odd_files.READ[name]
+    path = tmp_path / "file"
+    path.write_bytes(encode(odd_files.json_lines(odd_files.answers())))
+    assert [each.answer for each in read_predictions(path).values()] == list(odd_files.TEXTS)
+    path.write_bytes(encode("\n".join(odd_files.TEXTS) + "\n"))
+    assert [prompt.text for prompt in prompts_of_file(path)[0]] == list(odd_files.TEXTS)
+    (tmp_path / "set.json").write_bytes(encode(odd_files.prompt_file()))
+    assert load_prompts(tmp_path / "set.json").texts() == ("Ein Ödem ist zu sehen.", "Kein Ödem.")
+    (tmp_path / "reports.jsonl").write_bytes(encode(odd_files.json_lines(odd_files.reports())))
+    (tmp_path / "labels.csv").write_bytes(encode(odd_files.chexbert_table(odd_files.TEXTS)))
+    out, labels = tmp_path / "out", tmp_path / "labels.csv"
+    done = medvl(capsys, "eval", "report-generation", "--predictions", tmp_path / "reports.jsonl", "--out", out,
+                 "--chexbert", labels, labels, "--resamples", 2)  # fmt: skip
+    assert done.status == 0, done.err
+    lines = (out / "predictions.jsonl").read_text(encoding="utf-8").split("\n")[:-1]
+    assert [json.loads(line)["generated"] for line in lines] == list(odd_files.TEXTS)
+
+
+@pytest.mark.parametrize("name", odd_files.REFUSED)
+def test_texts_of_unknown_encodings_are_refused_by_file_and_line(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "file.jsonl"
+    path.write_bytes(odd_files.REFUSED[name](odd_files.json_lines(odd_files.reports())))
+    refused = medvl(capsys, "eval", "report-generation", "--predictions", path, "--out", tmp_path / "out")
+    assert refused.status == 1
+    assert f"{path}, line 1" in refused.err
+    assert "UTF-8" in refused.err
+    assert "Traceback" not in refused.err
+    for read in (read_predictions, load_prompts):
+        with raises(EvaluationError, "malformed", names=f"{path}, line 1"):
+            read(path)
+
+
+@pytest.mark.parametrize("name", odd_files.BROKEN_LINES)
+def test_damaged_json_lines_are_refused_by_file_and_line(name: str, tmp_path: Path) -> None:
+    text, number = odd_files.BROKEN_LINES[name]
+    path = tmp_path / "answers.jsonl"
+    path.write_text(text, encoding="utf-8")
+    with pytest.raises(EvaluationError) as caught:
+        read_predictions(path)
+    assert f"{path}, line {number}" in str(caught.value)
+    assert caught.value.code in ("malformed", "wrong_type", "conflict")
+
+
+def test_labels_in_odd_spellings_are_evaluated_as_their_findings() -> None:
+    spellings = {"Pleural Effusion": "Pleural_Effusion", "Cardiomegaly": "cardiomegaly", "Edema": "EDEMA",
+                 "Lung Opacity": "Airspace Opacity", "Pneumothorax": " pneumothorax"}  # fmt: skip
+    prompts = load_prompts("chexpert_pairs").for_labels(list(spellings.values()))
+    assert prompts.labels_of(list(spellings.values())) == spellings
+    asked = load_prompts("statements").for_labels([*spellings.values(), "finding=mass", "Rib_Fracture"]).texts()
+    assert {"There is mass.", "There is rib fracture.", "There is airspace opacity."} <= set(asked)
+    assert not any(sign in text for text in asked for sign in "_=")
