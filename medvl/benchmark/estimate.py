@@ -43,7 +43,11 @@ def describe_plan(
         report: called with lines of progress.
     """
     lines, training, evaluating = [], _Total("runs"), _Total("evaluations")
-    commands = {run.corpus.name: missing_steps(run.corpus) for run in plan.runs}
+    corpora = {run.corpus.name: run.corpus for run in plan.runs}
+    commands = {
+        name: missing_steps(corpus, [run for run in plan.runs if run.corpus.name == name])
+        for name, corpus in corpora.items()
+    }
     known, evaluations = _known_costs(plan, store), _EvaluationHours(plan, store)
     for run in plan.runs:
         state = store.state(run)

@@ -221,6 +221,29 @@ def test_values_of_variables_stay_one_argument(
         missing_steps(plan_runs(read_benchmark(write(tmp_path, text)), tmp_path).runs[0].corpus)
 
 
+@pytest.mark.parametrize(
+    ("preset", "systems", "tasks", "made"),
+    [
+        ("phantom-full", ["convirt", "gloria"], ["zero-shot"], "shards vocab"),
+        ("phantom-full", ["convirt"], ["zero-shot", "grounding"], "shards vocab ms-cxr-shards"),
+        ("phantom-full", ["convirt"], ["change"], "shards vocab ms-cxr-t-shards"),
+        ("phantom-full", ["convirt"], ["robustness"], "shards vocab site-1-shards"),
+        ("phantom-full", ["r2gen"], ["reports"], "openi-words"),
+        ("phantom-quick", ["arl"], ["matching"], "shards vocab knowledge"),
+        ("phantom-quick", ["vilt"], ["questions"], "shards vocab vqa vqa-valid"),
+    ],
+)
+def test_only_data_that_the_runs_read_are_made(
+    preset: str, systems: list[str], tasks: list[str], made: str, tmp_path: Path
+) -> None:
+    plan = planned(read_benchmark(preset, {"systems": systems, "tasks": tasks, "seeds": [0]}), tmp_path)
+    corpus = plan.runs[0].corpus
+    steps = missing_steps(corpus, plan.runs)
+    wanted = [step for step in corpus.make if step.creates.split("/")[0] in made.split()]
+    assert steps == [shlex.split(line.replace("{root}", str(corpus.root))) for step in wanted for line in step.run]
+    assert len(missing_steps(corpus)) > len(steps)
+
+
 def test_every_system_is_in_the_phantom_or_has_a_reason(tmp_path: Path) -> None:
     plan = planned(read_benchmark("phantom-quick"), tmp_path)
     kinds = (DualEncoder, FusionModel, MRM)

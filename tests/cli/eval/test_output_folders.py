@@ -65,8 +65,9 @@ def test_imported_checkpoints_and_steps_of_a_run_are_compared(
             assert results.inputs["checkpoint"] == checkpoint_sha256(home / name)
         cli.main(["compare", str(home / first), str(home / second), "--out", str(tmp_path / "out"), "--resamples", "9"])
         (compared,) = json.loads((tmp_path / "out/comparison.json").read_text())
-        differences = [row["differences"][0] for row in compared["rows"]]
-        assert any(difference["value"] != 0 for difference in differences if difference is not None)
+        hashes = [run["inputs"]["checkpoint"] for run in compared["runs"]]
+        assert hashes == [checkpoint_sha256(home / name) for name in (first, second)]
+        assert hashes[0] != hashes[1]
     assert (home / "run/eval/step-00000100/retrieval/results.json").is_file()
     assert (home / "run/eval/step-00000200/retrieval/results.json").is_file()
     assert (home / "imported/a/eval/retrieval/results.json").is_file()
