@@ -12,7 +12,7 @@ from medvl.benchmark.plan import Plan
 from medvl.benchmark.settings import find_references
 from medvl.benchmark.store import Store
 from medvl.eval.html.page import Page, Section, write_page
-from medvl.eval.html.tables import Cell, Table, as_markdown
+from medvl.eval.html.tables import Cell, Table, as_text
 from medvl.models import system
 
 _FILES = {
@@ -75,7 +75,7 @@ def write_site(plan: Plan, store: Store) -> Site:
 
 def print_site(site: Site) -> str:
     """Return the main tables as text, and the path of the first page."""
-    texts = [as_markdown(table) for table in site.tables]
+    texts = [as_text(table) for table in site.tables]
     return "\n".join([*texts, f"Wrote {site.pages[0]}"])
 
 

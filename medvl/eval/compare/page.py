@@ -62,7 +62,7 @@ def write_comparison(comparisons: Sequence[Comparison], folder: str | Path, *, d
         headlines=[box for comparison in comparisons for box in _headlines(comparison)],
         facts=dated(date, facts),
         sections=[
-            *(_summary(comparison) for comparison in comparisons),
+            *(table for comparison in comparisons for table in _summary(comparison)),
             *(
                 section
                 for comparison in comparisons
@@ -152,11 +152,24 @@ def _of_items(row: MetricRow) -> bool:
     return ": " in row.subgroup and not row.subgroup.startswith("baseline: ")
 
 
-def _summary(comparison: Comparison) -> Table:
+def _summary(comparison: Comparison) -> Iterator[Table]:
+    """Yield the table of the metrics that are fractions, and one for each other metric, which has another axis."""
     rows = _main_rows(comparison)
     named = "Means over classes" if row_order(rows[0]) == 0 else "All metrics"
     caption = f"{named}, with 95% intervals. The bars of the runs have one axis, those of the differences another. "
-    return _table(comparison, rows, f"Summary: {_name(comparison).lower()}", caption, full_names=True)
+    scales: dict[str, list[MetricRow]] = {}
+    for row in rows:
+        scales.setdefault("" if _is_fraction(comparison, row.metric) else row.metric, []).append(row)
+    for metric, of_scale in scales.items():
+        part = f", {_metric(metric).lower()}" if metric and len(scales) > 1 else ""
+        yield _table(comparison, of_scale, f"Summary: {_name(comparison).lower()}{part}", caption, full_names=True)
+
+
+def _is_fraction(comparison: Comparison, metric: str) -> bool:
+    """Return whether all values of a metric, with their intervals, are between -1 and 1."""
+    known = [row for run in comparison.runs for row in run.results.rows if row.metric == metric and not row.subgroup]
+    numbers = [number for row in known for number in (row.low, row.value, row.high) if not math.isnan(number)]
+    return all(-1 <= number <= 1 for number in numbers)
 
 
 def _table(

@@ -79,8 +79,7 @@ class Table:
 
     def words(self) -> list[bool]:
         """Return whether each column holds words, which are aligned to the left, and no numbers."""
-        columns = list(zip(*_complete(self), strict=True)) or [() for _ in self.columns]
-        cells = [[cell for cell in column if _text(cell) not in ("", "–")] for column in columns]
+        cells = [[cell for cell in column if _text(cell) not in ("", "–")] for column in _columns(self)]
         return [bool(column) and all(_is_word(cell) for cell in column) for column in cells]
 
 
@@ -141,6 +140,29 @@ def as_markdown(table: Table) -> str:
     return f"**{table.title}.** {table.caption}".rstrip() + f"\n\n{body}\n"
 
 
+def as_text(table: Table, width: int = 120) -> str:
+    """Return the table for a terminal: title, caption, and aligned columns; those beyond the width in further parts."""
+    columns = [[column, *map(_text, cells)] for column, cells in zip(table.columns, _columns(table), strict=True)]
+    wide = [max(map(len, column)) for column in columns]  # the first column begins every part
+    parts: list[list[int]] = [[]]
+    for number in range(1, len(columns)):
+        used = wide[0] + sum(wide[other] + 2 for other in [*parts[-1], number])
+        if parts[-1] and used > width:
+            parts.append([])
+        parts[-1].append(number)
+    words = table.words()
+    texts = [f"{table.title}. {table.caption}".rstrip()]
+    for part in parts:
+        shown = [_aligned(columns[number], left=number == 0 or words[number]) for number in (0, *part)]
+        texts.append("\n".join("  ".join(line).rstrip() for line in zip(*shown, strict=True)))
+    return "\n\n".join(texts) + "\n"
+
+
+def _aligned(cells: Sequence[str], *, left: bool) -> list[str]:
+    width = max(map(len, cells))
+    return [cell.ljust(width) if left else cell.rjust(width) for cell in cells]
+
+
 def as_latex(table: Table) -> str:
     """Return the table as a LaTeX float with the rules of the package booktabs."""
     lines = []
@@ -166,6 +188,10 @@ def as_latex(table: Table) -> str:
             "",
         ]
     )
+
+
+def _columns(table: Table) -> list[tuple[Cell | str, ...]]:
+    return list(zip(*_complete(table), strict=True)) or [() for _ in table.columns]
 
 
 def _complete(table: Table) -> list[list[Cell | str]]:
