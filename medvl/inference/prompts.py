@@ -5,7 +5,7 @@ import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from medvl.data.annotations.label_names import match_labels, spoken_name
+from medvl.common.label_names import match_labels, spoken_name
 from medvl.errors import EvaluationError
 from medvl.eval.zero_shot_classification.prompts import COMPETING, ClassPrompts, PromptSet, load_prompts
 

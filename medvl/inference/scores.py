@@ -7,7 +7,7 @@ from typing import Any, overload
 import torch
 from torch import Tensor
 
-from medvl.data.annotations.label_names import match_labels
+from medvl.common.label_names import match_labels
 from medvl.data.images.inputs import ImageInput
 from medvl.errors import ConfigError, EvaluationError
 from medvl.eval.zero_shot_classification.prompts import ClassPrompts, PromptSet, load_prompts

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from medvl.data.annotations.label_names import match_labels
+from medvl.common.label_names import match_labels
 from medvl.errors import EvaluationError, MedvlError
 from medvl.eval.core.open import resolve_device
 from medvl.eval.report_generation.generate import ReportWriter, decode_texts

@@ -14,8 +14,8 @@ import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from medvl.common.label_names import named_as, spoken_name
 from medvl.common.text_files import read_json_objects
-from medvl.data.annotations.label_names import named_as, spoken_name
 from medvl.data.reports.labeler import NAMES, Mention, find_mentions
 from medvl.data.reports.labeler_cues import LINKS, PREDICATES
 from medvl.data.reports.labeler_scopes import compile_table

@@ -6,9 +6,9 @@ import json
 from collections.abc import Mapping
 from pathlib import Path
 
+from medvl.common.label_names import spoken_name
 from medvl.common.text_files import read_text
 from medvl.common.untrusted import parse_json
-from medvl.data.annotations.label_names import spoken_name
 from medvl.errors import EvaluationError
 from medvl.schema import CHANGES
 

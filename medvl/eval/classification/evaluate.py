@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from medvl.data.annotations.label_names import match_labels, named_as, renamed_labels
+from medvl.common.label_names import match_labels, named_as, renamed_labels
 from medvl.errors import EvaluationError
 from medvl.eval.classification import scored_images as scoring
 from medvl.eval.classification.label_policy import LabelPolicy

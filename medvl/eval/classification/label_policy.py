@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from medvl.common.checks import check_choice
-from medvl.data.annotations.label_names import named_as
+from medvl.common.label_names import named_as
 from medvl.errors import EvaluationError
 from medvl.eval.core.metrics import Array
 from medvl.schema import FINDINGS, NEGATIVE, POSITIVE, UNCERTAIN

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from medvl.data.annotations.label_names import match_labels, named_as
+from medvl.common.label_names import match_labels, named_as
 from medvl.data.splits import check_disjoint
 from medvl.errors import EvaluationError
 from medvl.eval.classification.label_policy import LabelPolicy

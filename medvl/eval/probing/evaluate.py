@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from torch import Tensor
 
-from medvl.data.annotations.label_names import match_labels, named_as, renamed_labels
+from medvl.common.label_names import match_labels, named_as, renamed_labels
 from medvl.data.loading.subset import label_fraction
 from medvl.data.splits import check_disjoint
 from medvl.errors import EvaluationError, SplitError

@@ -5,7 +5,7 @@ from typing import Protocol, runtime_checkable
 
 from torch import nn
 
-from medvl.data.annotations.label_names import match_labels
+from medvl.common.label_names import match_labels
 from medvl.data.loading.sources import Source
 from medvl.data.tokenizer.tokenizer import Tokenizer
 from medvl.data.transforms.text import REPORT_SECTIONS, choose_sections

@@ -18,8 +18,8 @@ from typing import Any, Literal, get_args
 
 from medvl.common.checks import check_choice
 from medvl.common.files import write_atomic
+from medvl.common.label_names import match_labels
 from medvl.common.untrusted import ANYWHERE, parse_json
-from medvl.data.annotations.label_names import match_labels
 from medvl.data.corpora.common.tables import check_columns, read_lines
 from medvl.data.corpora.labels import chexpert
 from medvl.data.privacy.deidentify import Deidentifier

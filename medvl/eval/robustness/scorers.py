@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from medvl.data.annotations.label_names import match_labels, named_as
+from medvl.common.label_names import match_labels, named_as
 from medvl.errors import ConfigError
 from medvl.eval.classification.label_policy import NO_FINDING
 from medvl.eval.core.embeddings import embed_texts, encode_batch

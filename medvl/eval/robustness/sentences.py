@@ -4,7 +4,7 @@ import hashlib
 import re
 from collections.abc import Mapping, Sequence
 
-from medvl.data.annotations.label_names import match_labels, spoken_name
+from medvl.common.label_names import match_labels, spoken_name
 from medvl.eval.classification.label_policy import NO_FINDING
 from medvl.eval.zero_shot_classification.prompts import ClassPrompts, PromptSet, load_prompts
 

@@ -28,7 +28,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from medvl.data.annotations.label_names import renamed_labels
+from medvl.common.label_names import renamed_labels
 from medvl.errors import EvaluationError
 from medvl.eval.classification import scored_images as scoring
 from medvl.eval.classification.label_policy import LabelPolicy

@@ -9,7 +9,7 @@ modalities, planes):
 
 "version", "description" and "ensemble" may be left out (1, "", "similarity_mean").
 A class is evaluated on the label column of the same name, whatever its case and separators, or of a synonym
-(`medvl.data.annotations.label_names`). "other_classes", which may be left out as well, has the sentences of label
+(`medvl.common.label_names`). "other_classes", which may be left out as well, has the sentences of label
 columns that are not listed, with {} for the words of the column's name in lower case: {"positive": ["There is {}."]}.
 A set with "other_classes" asks synonyms by their own name. Scoring rules:
 
@@ -36,9 +36,9 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from medvl.common.config_io import nearest
+from medvl.common.label_names import match_labels, spoken_name
 from medvl.common.text_files import decode_text
 from medvl.common.untrusted import parse_json
-from medvl.data.annotations.label_names import match_labels, spoken_name
 from medvl.errors import EvaluationError
 
 Scoring = Literal["pair_softmax", "class_softmax", "margin", "positive", "gloria_best_word", "gloria_published"]

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from medvl.common.checks import check_choice
-from medvl.data.annotations.label_names import match_labels
+from medvl.common.label_names import match_labels
 from medvl.data.loading.dense_targets import annotated_labels
 from medvl.data.reports.statements import statement
 from medvl.errors import EvaluationError

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from medvl import losses
 from medvl.common.checks import check_choice, check_within
-from medvl.data.annotations.label_names import spoken_name
+from medvl.common.label_names import spoken_name
 from medvl.data.reports.statements import stated_name
 from medvl.encoders import ImageEncoder, TextEncoder
 from medvl.encoders.text.projections import knowledge_head

@@ -3,8 +3,8 @@
 import pytest
 from helpers.errors import raises
 
+from medvl.common.label_names import match_labels, named_as, spoken_name
 from medvl.data import statement
-from medvl.data.annotations.label_names import match_labels, named_as, spoken_name
 from medvl.errors import EvaluationError
 from medvl.schema import FINDINGS
 
