@@ -46,7 +46,7 @@ def address_of(client: tuple[str, int] | None) -> str:
         found = found.ipv4_mapped
     if found.version == 4 or found.is_loopback:
         return str(found)
-    return str(ipaddress.ip_network((int(found), _SUBSCRIBER_BITS), strict=False))
+    return str(ipaddress.ip_interface(f"{found}/{_SUBSCRIBER_BITS}").network)
 
 
 class Refused(Exception):
