@@ -59,6 +59,7 @@ def collect(pages: Path) -> None:
     shutil.copytree(ROOT / "docs/pages", pages)
     shutil.copytree(ROOT / "docs/notebooks", pages / "notebooks")
     shutil.copytree(ROOT / "docs/images", pages / "images")
+    shutil.copytree(ROOT / "docs/javascripts", pages / "javascripts")
     shutil.copytree(ROOT / "data_cards", pages / "data_cards")
     for name in DOCUMENTS:
         text = (ROOT / f"{name}.md").read_text(encoding="utf-8")
@@ -96,30 +97,36 @@ def navigation(config: str, pages: Path) -> str:
 
 
 class _Page(HTMLParser):
-    """Ids and local links of one page."""
+    """Ids, local links, and what one page loads from other hosts."""
 
     def __init__(self) -> None:
         super().__init__()
         self.ids: set[str] = set()
         self.links: list[str] = []
+        self.foreign: list[str] = []
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         """Collect what the tag defines and what it points to."""
         for name, value in attrs:
             if name in ("id", "name") and value:
                 self.ids.add(value)
-            if name in ("href", "src") and value and not urlsplit(value).scheme and not value.startswith("//"):
-                self.links.append(value)
+            if name not in ("href", "src") or not value:
+                continue
+            if urlsplit(value).scheme in ("", "data") and not value.startswith("//"):
+                self.links += [] if value.startswith("data:") else [value]
+            elif tag not in ("a", "area", "base") and dict(attrs).get("rel") != "canonical":
+                self.foreign.append(value)
 
 
 def broken_links(site: Path) -> list[str]:
-    """Return one line for each local link of the site that leads to no file or to no heading."""
+    """Return one line for each local link that leads to no file or heading, and for each file of another host."""
     pages = {}
     for path in sorted(site.rglob("*.html")):
         pages[path] = _Page()
         pages[path].feed(path.read_text(encoding="utf-8"))
     broken = []
     for path, page in pages.items():
+        broken += [f"{path.relative_to(site)}: loads {address} from another host" for address in page.foreign]
         if path.name == "404.html":
             continue  # its links are those of the site's root
         for link in page.links:
