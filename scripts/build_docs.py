@@ -3,12 +3,14 @@
     bash scripts/build_docs.sh                  # sets up .venv, then calls this script; the site is site/index.html
     python scripts/build_docs.py --out site
 
-The pages come from `docs/pages`, `docs/notebooks`, `data_cards/` and the documents at the top of the repository; the
-API reference has one page for each package, with the public names of its face and their docstrings.
+The pages come from `docs/pages`, `docs/notebooks`, `data_cards/` and the documents at the top of the repository. The
+notebooks are run, so that the site shows their outputs. The API reference has one page for each package, with the
+public names of its face and their docstrings.
 """
 
 import argparse
 import importlib
+import os
 import re
 import shutil
 import subprocess
@@ -57,7 +59,9 @@ def main() -> None:
 def collect(pages: Path) -> None:
     """Copy every page into the folder `pages` and write the API reference there."""
     shutil.copytree(ROOT / "docs/pages", pages)
-    shutil.copytree(ROOT / "docs/notebooks", pages / "notebooks")
+    (pages / "notebooks").mkdir()
+    for path in sorted((ROOT / "docs/notebooks").glob("*.ipynb")):
+        run_notebook(path, pages / "notebooks" / path.name)
     shutil.copytree(ROOT / "docs/images", pages / "images")
     shutil.copytree(ROOT / "docs/javascripts", pages / "javascripts")
     shutil.copytree(ROOT / "data_cards", pages / "data_cards")
@@ -70,6 +74,22 @@ def collect(pages: Path) -> None:
     for module in _MODULES:
         heading = "    options:\n      show_root_heading: false\n"
         (pages / "api" / f"{module}.md").write_text(f"# `{module}`\n\n::: {module}\n{heading}")
+
+
+def run_notebook(source: Path, target: Path) -> None:
+    """Run a notebook in an empty folder and write it with its outputs."""
+    import nbformat
+    from nbclient import NotebookClient
+
+    notebook = nbformat.read(source, as_version=4)
+    with tempfile.TemporaryDirectory() as folder:
+        salt = Path(folder, "salt")
+        salt.write_text(f"{0:064d}\n")  # the phantom's data are not confidential
+        salt.chmod(0o600)
+        os.environ["MEDVL_SALT_FILE"] = str(salt)
+        metadata = {"metadata": {"path": folder}}
+        NotebookClient(notebook, timeout=1800, kernel_name="python3", resources=metadata).execute()
+    nbformat.write(notebook, target)
 
 
 def api_page(face: str) -> str:
