@@ -78,7 +78,11 @@ if TYPE_CHECKING:
         open_webdataset_loader as open_webdataset_loader,
     )
     from medvl.data.privacy.deidentify import Deidentifier as Deidentifier, default_salt_file as default_salt_file
-    from medvl.data.reports.labeler import label_report as label_report
+    from medvl.data.reports.labeler import (
+        CONVENTIONS as CONVENTIONS,
+        Conventions as Conventions,
+        label_report as label_report,
+    )
     from medvl.data.reports.laterality import swap_laterality as swap_laterality
     from medvl.data.reports.negation import mention_values as mention_values
     from medvl.data.reports.sections import Report as Report, parse_report as parse_report, read_report as read_report

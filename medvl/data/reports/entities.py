@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from medvl.data.reports.labeler import find_mentions
 from medvl.data.reports.laterality import swap_laterality
-from medvl.data.reports.statements import SIDES, ZONES, place_of, place_words, statement
+from medvl.data.reports.statements import SIDES, ZONES, place_of, places_of, statement
 from medvl.schema import POSITIVE
 
 _DESCRIPTIONS = {
@@ -51,8 +51,8 @@ def positions_of(text: str, findings: Sequence[str]) -> list[int]:
     Of several places of a finding the first one counts; of several zones, the first one.
     """
     found: dict[str, int] = {}
-    for mention in find_mentions(text):
-        sides, zones = place_words(mention)
+    mentions = find_mentions(text)
+    for mention, (sides, zones) in zip(mentions, places_of(mentions), strict=True):
         if mention.value == POSITIVE and (sides or zones):
             found.setdefault(mention.finding, PLACES.index(place_of(sides, zones[:1])))
     return [found.get(name, -1) for name in findings]

@@ -14,27 +14,27 @@ applies to which phrase. In each sentence,
 
 Among the mentions of a report, positive takes precedence over uncertain, and uncertain over negative.
 
-Conventions: doubt of any degree is uncertain ("probable", "unlikely", "borderline"); "consistent with" is positive;
-old, unchanged and partly resolved findings are present; "no new effusion" is negative; vascular congestion and heart
-failure are Edema, as in CheXpert; a blunted costophrenic angle is an effusion unless the sentence names one; "small
-left, no right effusion" and "no right effusion, small left" name an effusion of the left. The labeler reads English
-reports of chest radiographs and does not correct misspellings.
+Conventions: "consistent with" is positive; old, unchanged and partly resolved findings are present; "no new effusion"
+is negative; heart failure is Edema, as in CheXpert; a blunted costophrenic angle is an effusion unless the sentence
+names one; "small left, no right effusion" and "no right effusion, small left" name an effusion of the left. Those about
+doubt and vascular congestion are options (`Conventions`). The labeler reads English reports of chest radiographs and
+does not correct misspellings.
 """
 
 import dataclasses
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Literal
 
 from medvl.data.reports import labeler_lexicon as lexicon
 from medvl.data.reports.labeler_cues import EXTENTS, Table
-from medvl.data.reports.labeler_scopes import WORD, Scopes, Span, compile_table
+from medvl.data.reports.labeler_notation import sentence_runs, single_marks, spell
+from medvl.data.reports.labeler_scopes import WORD, Cue, Scopes, Span, compile_table
 from medvl.data.reports.sentences import split_sentences
 from medvl.schema import FINDINGS, NEGATIVE, POSITIVE, UNCERTAIN
 
 _STRENGTH = (NEGATIVE, UNCERTAIN, POSITIVE)
 _NO_NOT = rf"(?!not ){WORD}"
-CONTRACTION = re.compile(r"(?<=\w)(?<!\bca)n't\b")
-"""The end of "isn't"; "can't" has cues of its own."""
 _PARTS = "pleural|lung|focal|apical|basal|basilar|upper|middle|lower|lobe"
 NAMES = "|".join(compile_table(table).pattern for table in lexicon.MENTIONS.values())
 """Regular expression of the phrases that name a finding."""
@@ -50,6 +50,60 @@ _SHARED_NOUNS = tuple(map(re.compile, (
 )))  # fmt: skip
 """The place of a noun that only another side has: "small left, no right effusion", "no effusion on the left, moderate
 on the right", "no right effusion, small left", "the right effusion is gone but the left one is unchanged"."""
+
+
+Doubt = Literal["present", "doubtful"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Conventions:
+    """What counts as present (1) and what as doubtful (-1). The defaults are those of CheXpert's released labeler."""
+
+    borderline: Literal["present", "enlarged", "doubtful"] = "enlarged"
+    """"enlarged": "borderline cardiomegaly" is present, "borderline heart size" is doubtful."""
+    probable: Doubt = "doubtful"
+    """"Probable", "likely", "favored"; "possible", "suggestive of" and "cannot be excluded" are always doubtful."""
+    alternative: Doubt = "doubtful"
+    """The first side of "versus"; the second one is always doubtful."""
+    congestion: Literal["present", "doubtful", "left out"] = "doubtful"
+    """Vascular congestion, as Edema."""
+    silhouette: Literal["present", "left out"] = "present"
+    """An enlarged cardiac silhouette or shadow, as Cardiomegaly."""
+
+    def value_of(self, cue: Cue | None, phrase: str) -> int | None:
+        """Return the value of a phrase with a cue: 1, 0 or -1; None if it does not describe the image."""
+        if cue is None:
+            return POSITIVE
+        kinds: dict[str, str] = {
+            "borderline": self.borderline,
+            "probable": self.probable,
+            "alternative": self.alternative,
+        }
+        choice = kinds.get(cue.kind)
+        if choice is None:
+            return cue.value
+        is_present = choice == "present" or (choice == "enlarged" and _ENLARGED.search(phrase))
+        return POSITIVE if is_present else UNCERTAIN
+
+    def value_of_sign(self, phrase: str) -> int | None:
+        """Return the value of a phrase without a cue, which may be a sign of a finding instead of its name."""
+        choice: str = self.congestion if _CONGESTION.fullmatch(phrase) else "present"
+        choice = self.silhouette if _SILHOUETTE.search(phrase) else choice
+        return _VALUES[choice]
+
+
+CONVENTIONS: Mapping[str, Conventions] = {
+    "chexpert": Conventions(),
+    "doubtful": Conventions(borderline="doubtful"),
+    "indexed": Conventions(probable="present", alternative="present", congestion="left out", silhouette="left out"),
+}
+"""Name -> conventions: of CheXpert's released labeler; with any borderline finding as doubtful; of people who index
+reports with MeSH terms, as those of Open-i."""
+CHEXPERT = CONVENTIONS["chexpert"]
+_VALUES = {"present": POSITIVE, "doubtful": UNCERTAIN, "left out": None}
+_CONGESTION = compile_table((lexicon.CONGESTION,))
+_SILHOUETTE = re.compile(r"\b(?:cardiac|heart) (?:silhouette|shadow|contour)")
+_ENLARGED = re.compile("cardiomegaly|enlarge|widen|prominen|large")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -68,13 +122,13 @@ class Mention:
     """Words that make it negative or uncertain; "" where it is positive."""
 
 
-def label_report(text: str) -> dict[str, int]:
+def label_report(text: str, conventions: Conventions = CHEXPERT) -> dict[str, int]:
     """Return label -> 1, 0 or -1 for the findings that a text mentions, in the order of `FINDINGS`.
 
     No Finding is 1 where no finding except devices is positive or uncertain, as in CheXpert; blank texts have no label.
     """
     labels: dict[str, int] = {}
-    for mention in find_mentions(text):
+    for mention in find_mentions(text, conventions):
         labels[mention.finding] = max(labels.get(mention.finding, NEGATIVE), mention.value, key=_STRENGTH.index)
     disease = [value for name, value in labels.items() if name != "Support Devices"]
     if text.strip() and all(value == NEGATIVE for value in disease):
@@ -82,34 +136,38 @@ def label_report(text: str) -> dict[str, int]:
     return {name: labels[name] for name in FINDINGS if name in labels}
 
 
-def find_mentions(text: str) -> list[Mention]:
+def find_mentions(text: str, conventions: Conventions = CHEXPERT) -> list[Mention]:
     """Return all mentions of findings, sentence by sentence; No Finding has none."""
-    sentences = (" ".join(sentence.lower().split()) for sentence in split_sentences(text.replace("\u2019", "'")))
-    return [mention for sentence in sentences for mention in _mentions_in(_rewrite(sentence))]
+    sentences = split_sentences(single_marks(text))
+    statements = (" ".join(sentences[first:end]) for first, end in sentence_runs(sentences))
+    return [mention for each in statements for mention in _mentions_in(_rewrite(spell(each)[0]), conventions)]
 
 
 def _rewrite(sentence: str) -> str:
-    """Return the sentence with "not" for its contractions, and with nouns that two sides share behind each of them."""
-    sentence = CONTRACTION.sub(" not", sentence)
+    """Return the sentence with nouns that two sides share behind each of them."""
     if "left" in sentence and "right" in sentence:
         for pattern in _SHARED_NOUNS:
             sentence = pattern.sub(r"\g<0> \g<noun>", sentence)
     return sentence
 
 
-def _mentions_in(sentence: str) -> Iterator[Mention]:
+def _mentions_in(sentence: str, conventions: Conventions) -> Iterator[Mention]:
     named = {finding: _spans(table, sentence) for finding, table in lexicon.MENTIONS.items()}
     for finding, table in lexicon.SIGNS.items():
         named[finding] = named[finding] or _spans(table, sentence)
     everything = [span for spans in named.values() for span in spans]
-    scopes = Scopes(sentence, everything) if everything else None
+    names = [span for finding, spans in named.items() if finding != "Support Devices" for span in spans]
+    scopes = Scopes(sentence, everything, names) if everything else None
     for finding, spans in named.items():
+        last = max((span.start for span in spans), default=0)
         for span in spans:
             cue = scopes.find(span) if scopes else None
-            value = POSITIVE if cue is None else cue.value
-            if value is not None:
-                words = "" if cue is None else sentence[cue.start : cue.end].lstrip(", ")
-                yield Mention(finding, value, sentence, sentence[span.start : span.end], span.start, words)
+            phrase = sentence[span.start : span.end]
+            value = conventions.value_of(cue, phrase) if cue else conventions.value_of_sign(phrase)
+            is_title = cue is None and scopes and scopes.is_heading(span) and span.start < last
+            if value is not None and not is_title:
+                words = "" if cue is None or value == POSITIVE else sentence[cue.start : cue.end].strip(" ,:=?|([-")
+                yield Mention(finding, value, sentence, phrase, span.start, words)
     for findings, table in lexicon.NORMAL.items():
         normal = compile_table(table, _NO_NOT).search(sentence)
         if normal is not None:

@@ -7,10 +7,13 @@ Each entry is a regular expression for a lower-case sentence with single blanks.
 
 from medvl.data.reports.labeler_cues import Table
 
+CONGESTION = "(?:vascular|pulmonary|venous) congestion"
+"""A sign of edema, which conventions count in different ways."""
+
 MENTIONS: dict[str, Table] = {
     "Atelectasis": (
         "atelecta*",
-        "collapse of the .. (?:lobes?|lingula|segments?|base|(?:left|right) lung)",
+        "collapse of .. (?:lobes?|lingula|segments?|base|(?:left|right) lung)",
         "(?:lobes?|lobar|lingular|segmental|base|(?:left|right) lung) collapse",
         "collapsed .. (?:lobes?|lingula|segments?|(?:left|right) lung)",
         "(?:lobes?|lingula|segments?|(?:left|right) lung) (?:is|are|remains?|appears?) .. collapsed",
@@ -22,14 +25,15 @@ MENTIONS: dict[str, Table] = {
         "increase in (?:heart|cardiac) size",
         "(?:enlarge*|increased) .. (?:heart|cardiac silhouette|cardiac size|cardiac shadow|cardiac contour)",
         "(?:heart|cardiac silhouette|cardiac size) .. (?:is|appears|remains|mildly|slightly|moderately) large",
-        "borderline (?:enlarged )?(?:heart|cardiac)",
-        "(?:heart|cardiac silhouette|cardiac size) .. borderline",
+        "borderline (?:enlarged )?(?:heart|cardiac)(?: enlargement)?",
+        "(?:heart|cardiac silhouette|cardiac size) .. borderline(?: (?:enlarged|large|prominent))?",
         "cardiac enlargement",
+        "(?:heart|cardiac silhouette)(?: size)? ?(?:[:=(]|[-\u2013\u2014]) ?"
+        "(?:mildly |moderately )?(?:large|prominent)",
     ),
     "Consolidation": ("consolidat*",),
     "Edema": (
         "(?<!tissue )(?<!subcutaneous )(?<!wall )o?edema",
-        "(?:vascular|pulmonary|venous) congestion",
         "(?:heart|cardiac) failure",
         "chf",
     ),
@@ -77,6 +81,7 @@ MENTIONS: dict[str, Table] = {
 """Finding -> its phrases."""
 
 SIGNS: dict[str, Table] = {
+    "Edema": (CONGESTION,),
     "Pleural Effusion": (
         "blunt(?:ed|ing of) .. (?:costophrenic|cp) (?:angles?|sulc(?:i|us))",
         "(?:costophrenic|cp) (?:angles?|sulc(?:i|us)) .. blunt(?:ed|ing)",
@@ -90,6 +95,8 @@ NORMAL: dict[Table, Table] = {
         "(?<!limits )(?<!limits of )(?<!top )(?<!upper )(?:normal|unremarkable)",
         "(?<!limits of )normal .. (?:heart|cardiac silhouette|cardiac size)",
         "unremarkable (?:heart|cardiac silhouette|cardiac size)",
+        "(?:heart|cardiac silhouette|cardiac size) .. (?:wnl|nonenlarged)",
+        "nonenlarged (?:heart|cardiac silhouette)",
     ),
     ("Enlarged Cardiomediastinum",): (
         "mediastin* .. (?:normal|unremarkable)",
@@ -99,11 +106,12 @@ NORMAL: dict[Table, Table] = {
     ("Cardiomegaly", "Enlarged Cardiomediastinum"): (
         "cardiomediastin* .. (?:normal|unremarkable)",
         "cardiac, mediastin* .. (?:normal|unremarkable)",
+        "heart ?/ ?mediastin* .. (?:normal|unremarkable)",
         "(?:cardiac|heart) .. mediastin* .. (?:normal|unremarkable)",
         "normal .. cardiomediastin*",
         "unremarkable cardiomediastin*",
     ),
-    ("Lung Opacity",): ("lungs .. clear", "clear lungs", "lungs? fields? .. clear", "lung* .. clear"),
+    ("Lung Opacity",): ("clear lungs", "lung* .. clear(?! of)"),
     ("Pleural Effusion",): ("(?:costophrenic|cp) (?:angles?|sulci|sulcus) .. (?:sharp|clear)",),
     ("Support Devices",): ("extubated",),
     ("Fracture",): ("(?:osseous|bony|skeletal) .. intact", "bones? .. intact"),

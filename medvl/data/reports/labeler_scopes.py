@@ -7,6 +7,10 @@ A cue reaches from its own place to the next stop. Stops are the ends of clauses
   consistent | with pneumonia in the appropriate clinical setting") and, for nouns such as removal, `EVENTS`;
 * for "versus": commas, "and", predicates, `LINKS` and `SCOPE_ENDS`.
 
+Ends of clauses are `BORDER` (semicolons, colons, dashes, bars, bullets) and `CLAUSE_ENDS`. Parentheses end a scope
+where they hold a phrase ("no effusion | (small nodule)"), unless they continue it ("no disease (pneumonia, edema)").
+Names of a template have the value behind their mark (`medvl.data.reports.labeler_names`).
+
 A comma or "and" ends a clause if what follows begins with one of `CLAUSE_OPENERS`, or has a predicate where something
 before it has one too ("no effusion is seen | and the heart is enlarged"), or has one of `PERSISTENCE` after a negation
 such as "resolution of"; not in a list that goes on with "or".
@@ -19,48 +23,56 @@ import functools
 import itertools
 import re
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from medvl.data.reports import labeler_cues as tables
-from medvl.schema import NEGATIVE, UNCERTAIN
+from medvl.data.reports.labeler_names import Cue, Span, find_names
+from medvl.schema import NEGATIVE, POSITIVE, UNCERTAIN
 
 WORD = r"[\w'/-]+"
-_SEPARATOR = re.compile(
-    r"(?P<end>[;:()]| --? |\b(?:{})\b)|(?P<or>,? \(?(?:or|nor)\b|(?<![srhw])/)|(?P<and>,? and\b)|(?P<comma>,)".format(
-        "|".join(tables.CLAUSE_ENDS)
-    )
+_OPENER = "|".join(tables.CLAUSE_OPENERS)
+_NO_VALUE = (
+    r"(?<!\bof)(?<!\bfor)(?<!\bno)(?<!\bfollowing)(?<!\bwithout)(?<!\babsent)(?<!\bnegatives)"
+    r"(?<!\bexcludes)(?<!\bddx)(?<!\bdiagnosis)"
 )
-_ABBREVIATION = re.compile(r"\((\w+)\)")
+"""Words before a colon that opens a list of phrases in the scope of a cue: "no evidence of: edema, effusion"."""
+BORDER = "|".join((
+    "[;=|\\[\\]\u2026\u2014\u2022\u00b7\u25cf\u25aa\u25ba\u25b8\u2023\u2192]",  # ellipsis, dash, bullets, arrows
+    r" ?[-=]+>",
+    rf"{_NO_VALUE}:(?!\d)",
+    r"\.{2,}|(?<=[a-z]{3})\.(?=[a-z]{3})",  # "no edema.left effusion"
+    " [*~\u2013] | // ",
+    "(?<!left)(?<!right)(?<! l)(?<! r) > ",
+    r" -{1,3} | -(?=[a-z])(?!-?ve\b)|(?<=[a-z])- (?!and\b|or\b|to\b)",  # not "right- and left-sided"
+    rf"(?<=[a-z]{{4}})(?<!left)(?<!right)[-\u2013](?=(?:{_OPENER})\b)",  # "no edema-small effusion"
+))  # fmt: skip
+"""Regular expression of marks between two clauses."""
+_SEPARATOR = re.compile(
+    rf"(?P<end>{BORDER}|[()]|\b(?:{'|'.join(tables.CLAUSE_ENDS)})\b)"
+    r"|(?P<or>,? \(?(?:or|nor)\b)|(?P<slash> / | ?\+ (?=[a-z])|(?<!\b\w)/)"
+    r"|(?P<and>,? (?:and\b|& ?))|(?P<comma>,)"
+)
+_PARENTHESES = re.compile(r"[(\[]([^()\[\]]*)[)\]]")
+_NO_LINK_WORD = re.compile(r"\b(?!(?:or|and|pleural|focal|acute|pulmonary|new)\b)\w+")
+_CONTINUES = re.compile(r"\W*(?:or|nor|and|e\.?g\b|i\.?e\b|such as|including|namely|specifically)\b")
 _NEGATION = re.compile(rf"\b(?:no|not|nor|neither|without|{tables.NEGATIVE_OF})\b")
 _NEGATIVE_OF = re.compile(rf"\b{tables.NEGATIVE_OF}\b")
+_NEAR = 80
+"""Characters before parentheses in which a negation is looked for."""
+_SAME_SUBJECT = re.compile(r" (?:now |since )?(?:is|are|was|were|has|have|had|no longer|not)\b")
 _NEAR_COMMA = re.compile(r"(?: \w{1,20})?,")
-_AFTER_COMMA = "(?:, (?:which |that |now |since )*)?"
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Span:
-    """Characters of a sentence."""
-
-    start: int
-    end: int
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Cue(Span):
-    """A cue in a sentence."""
-
-    value: int | None
-    """0 negative, -1 uncertain; None if the phrases in its scope do not describe the image."""
-    side: str
-    yields: bool = False
-    after_events: bool = False
+_AFTER_MARK = "(?: ?(?:[,:=|(]|-{1,2}|[\u2013\u2014\u2026]|\\.{2,3}) ?(?:which |that |now |since |there (?:is|are) )*)?"
 
 
 @functools.cache
 def compile_table(table: tables.Table, word: str = WORD, prefix: str = "") -> re.Pattern[str]:
     """Compile a pattern of all entries of a table; ".." matches up to five of `word`, "~" up to four qualifiers."""
-    gaps = {" .. ": f" (?:{word} ){{0,5}}?", " ~ ": f" (?:(?:{tables.QUALIFIERS}) ){{0,4}}?"}
+    own = rf"(?: {word}){{0,2}}? ?(?:[:=(]|[-\u2013\u2014]) ?(?:(?!aort|lung|hil|vasc|pulm|vess){word} ){{0,2}}?"
+    gaps = {
+        " .. ": f"(?: (?:{word} ){{0,5}}?|{own})",
+        " ~ ": f" (?:(?:{tables.QUALIFIERS}) ){{0,4}}?",
+    }
     patterns = []
     for entry in table:
         pattern = re.sub(r"(?<=\w)\*", r"\\w*", entry)
@@ -97,14 +109,21 @@ class _Cues:
 
 
 class Scopes:
-    """The cues of a sentence and their scopes."""
+    """The cues of a sentence and their scopes.
 
-    def __init__(self, sentence: str, phrases: Iterable[Span]) -> None:
+    Args:
+        sentence: a sentence as `medvl.data.reports.labeler_notation.spell` writes it.
+        phrases: all phrases that may be negated.
+        names: those of the phrases that a template may have as names of its values.
+    """
+
+    def __init__(self, sentence: str, phrases: Collection[Span], names: Collection[Span]) -> None:
         self._sentence = sentence
         starts = sorted(phrase.start for phrase in phrases)
         clauses = _split_clauses(sentence, starts)
         explained = _starts(tables.LINKS, sentence)
-        scope_ends = [*clauses.ends, *_starts(tables.SCOPE_ENDS, sentence)]
+        pseudo = _starts(tables.PSEUDO_CUES, sentence)
+        scope_ends = [*clauses.ends, *_starts(tables.SCOPE_ENDS, sentence), *pseudo]
         self._commas = clauses.commas
 
         cues = _find_cues(
@@ -122,6 +141,8 @@ class Scopes:
         self._negations_after = _Cues((cue for cue in negative if not cue.after_events), ends)
         events = _starts(tables.EVENTS, sentence)
         self._removals_after = _Cues((cue for cue in negative if cue.after_events), [*ends, *events])
+        self._positives_after = _Cues((cue for cue in after if cue.value == POSITIVE), ends)
+        self._headings = find_names(sentence, names, starts, before, after)
         predicates = _starts(tables.PREDICATES, sentence)
         between = (cue for cue in cues if cue.side == "between")
         self._between = _Cues(between, [*scope_ends, *clauses.joints, *explained, *predicates])
@@ -131,16 +152,28 @@ class Scopes:
         return _Cues(_find_cues(self._sentence, ("before", "either", "between")), ())
 
     def find(self, phrase: Span) -> Cue | None:
-        """Return the cue that applies to a phrase: within it, between it and another, after it, or before it."""
+        """Return the cue that applies to a phrase: within it, between it and another, after it, or before it.
+
+        The cue of a name in a template is that of its value; a name without any value has a cue of the value None.
+        """
         inside = self._inside.inside(phrase) if " " in self._sentence[phrase.start : phrase.end] else []
         if inside:
             return max(inside, key=lambda cue: cue.value == NEGATIVE)
-        between = self._between.after(phrase.end) or self._between.before(phrase.start)
+        if phrase.start in self._headings:
+            return self._headings[phrase.start]
+        between = self._between.after(phrase.end)
+        if between is None and (other := self._between.before(phrase.start)):
+            between = dataclasses.replace(other, kind="other alternative")
         return between or self._find_after(phrase) or self._find_before(phrase)
+
+    def is_heading(self, phrase: Span) -> bool:
+        """Return whether a phrase is the name of a value that follows: "effusion: small left"."""
+        return phrase.start in self._headings
 
     def _find_after(self, phrase: Span) -> Cue | None:
         """Return the next cue after a phrase; across commas only if a comma follows the phrase or its next word."""
-        cues = [part.after(phrase.end) for part in (self._doubts_after, self._negations_after, self._removals_after)]
+        parts = (self._positives_after, self._doubts_after, self._negations_after, self._removals_after)
+        cues = [part.after(phrase.end) for part in parts]
         cue = min((cue for cue in cues if cue), key=lambda cue: cue.start, default=None)
         if cue is None or not _has(self._commas, phrase.end, cue.start):
             return cue
@@ -156,9 +189,11 @@ def _find_cues(sentence: str, sides: Sequence[str]) -> list[Cue]:
     cues = []
     for table in tables.CUES:
         if table.side in sides:
-            pattern = compile_table(table.entries, prefix=_AFTER_COMMA if table.side == "after" else "")
+            pattern = compile_table(table.entries, prefix=_AFTER_MARK if table.side in ("after", "either") else "")
             spans = [match.span() for match in pattern.finditer(sentence)]
-            cues += [Cue(*span, table.value, table.side, table.yields, table.after_events) for span in spans]
+            cues += [
+                Cue(*span, table.value, table.side, table.yields, table.after_events, table.kind) for span in spans
+            ]
             sentence = _blanked(sentence, pattern) if spans else sentence
     return cues
 
@@ -204,7 +239,7 @@ class _Piece(NamedTuple):
     """Part of a sentence between two separators."""
 
     separator: str
-    """Kind of the separator before it: "end", "or", "and" or "comma"."""
+    """Kind of the separator before it: "end", "or", "slash", "and" or "comma"."""
     position: int
     """Start of the separator."""
     text: str
@@ -227,14 +262,14 @@ def _split_pieces(sentence: str) -> Iterator[_Piece]:
 
 
 def _split_clauses(sentence: str, phrases: Sequence[int]) -> _Clauses:
-    pieces = list(_split_pieces(_ABBREVIATION.sub(r" \1 ", sentence)))
+    pieces = list(_split_pieces(_without_parentheses(sentence, phrases)))
     # From the end: whether a piece is in a list that goes on with "or", or with "or" or "and".
     in_or_list, in_list = [False] * len(pieces), [False] * len(pieces)
     for index in range(len(pieces) - 2, -1, -1):
         piece, following = pieces[index], pieces[index + 1]
         goes_on = following.separator == "comma" and not piece.has_predicate and not following.is_negated
-        in_or_list[index] = following.separator == "or" or (goes_on and in_or_list[index + 1])
-        in_list[index] = following.separator in ("or", "and") or (goes_on and in_list[index + 1])
+        in_or_list[index] = following.separator in ("or", "slash") or (goes_on and in_or_list[index + 1])
+        in_list[index] = following.separator in ("or", "and", "slash") or (goes_on and in_list[index + 1])
 
     clauses = _Clauses()
     predicate, negated, negative_of = pieces[0].has_predicate, pieces[0].is_negated, pieces[0].is_negative_of
@@ -242,11 +277,15 @@ def _split_clauses(sentence: str, phrases: Sequence[int]) -> _Clauses:
     for index, piece in enumerate(pieces[1:], start=1):
         is_joint = piece.separator in ("and", "comma")
         has_comma = sentence[piece.position] == ","
+        opens_like_comma = has_comma or piece.separator == "slash"
         ends = piece.separator == "end"
-        if is_joint and not in_or_list[index]:
+        if (is_joint or piece.separator == "slash") and not in_or_list[index]:
             named = _has(phrases, clauses.ends[-1] if clauses.ends else 0, piece.position)
-            opens = compile_table(_openers(has_comma, named)).match(piece.text, 1) is not None
-            own = piece.has_predicate and (predicate or (has_comma and negated) or (piece.persists and negative_of))
+            start = len(piece.text) - len(piece.text.lstrip())
+            opens = compile_table(_openers(opens_like_comma, named)).match(piece.text, start) is not None
+            shared = piece.separator == "and" and _SAME_SUBJECT.match(piece.text) is not None
+            own = predicate or (has_comma and negated) or (piece.persists and negative_of)
+            own = own and piece.has_predicate and not shared
             ends = opens or own or (has_comma and after_or)
         if ends:
             clauses.ends.append(piece.position)
@@ -258,8 +297,24 @@ def _split_clauses(sentence: str, phrases: Sequence[int]) -> _Clauses:
         if is_joint or ends:
             clauses.joints.append(piece.position)
         predicate, negated = predicate or piece.has_predicate, negated or piece.is_negated
-        negative_of, after_or = negative_of or piece.is_negative_of, after_or or piece.separator == "or"
+        negative_of, after_or = negative_of or piece.is_negative_of, after_or or piece.separator in ("or", "slash")
     return clauses
+
+
+def _without_parentheses(sentence: str, phrases: Sequence[int]) -> str:
+    """Return a sentence with blanks for parentheses that end no scope."""
+
+    def blank(match: re.Match[str]) -> str:
+        negations = list(_NEGATION.finditer(sentence, max(0, match.start() - _NEAR), match.start()))
+        explains = bool(negations) and not _has(phrases, negations[-1].end(), match.start())
+        opens = compile_table(tables.CLAUSE_OPENERS).match(match[1]) is not None
+        named = bisect_left(phrases, match.end()) - bisect_left(phrases, match.start())
+        lists = len(_NO_LINK_WORD.findall(match[1])) == named
+        if lists or not named or _CONTINUES.match(match[1]) or (explains and not opens):
+            return f" {match[1]} "
+        return match[0]
+
+    return _PARENTHESES.sub(blank, sentence)
 
 
 def _openers(has_comma: bool, named: bool) -> tables.Table:

@@ -11,14 +11,15 @@ Statements of a language model are read from a file (`read_statements`).
 import functools
 import itertools
 import re
+from bisect import bisect_left, bisect_right
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from medvl.common.label_names import named_as, spoken_name
 from medvl.common.text_files import read_json_objects
-from medvl.data.reports.labeler import NAMES, Mention, find_mentions
+from medvl.data.reports.labeler import CHEXPERT, NAMES, Conventions, Mention, find_mentions
 from medvl.data.reports.labeler_cues import LINKS, PREDICATES
-from medvl.data.reports.labeler_scopes import compile_table
+from medvl.data.reports.labeler_scopes import BORDER, compile_table
 from medvl.errors import ConfigError
 from medvl.schema import NEGATIVE, POSITIVE, UNCERTAIN
 
@@ -26,7 +27,7 @@ _WORDS = {POSITIVE: "", NEGATIVE: "no ", UNCERTAIN: "possible "}
 _NAMES = {"Pleural Other": "pleural thickening", "Support Devices": "support device"}
 """Findings whose names are not nouns of a sentence."""
 _PRESENT = re.compile(r"There is (?!no |possible )(.+)\.")
-_CLAUSE_END = re.compile(r"[;:,.]|\b(?:but|while|whereas|although|with|and there)\b")
+_CLAUSE_END = re.compile(rf"[:,.]|{BORDER}|\b(?:but|while|whereas|although|with|and there)\b")
 SIDES = {
     "left": "left|lt|l[ul]l",
     "right": "right|rt|r[uml]l",
@@ -45,6 +46,8 @@ ZONES = {
 _PLACES = {name: re.compile(rf"\b(?:{words})\b") for name, words in (SIDES | ZONES).items()}
 _ANY_PLACE = re.compile("|".join(pattern.pattern for pattern in _PLACES.values()))
 _FINDING = re.compile(NAMES)
+_NAME = re.compile(rf"(?:^|(?<=[.;|,] ))(?:pleural |pulmonary |lung )?(?:{NAMES}) ?[:=]")
+"""A name of a template with its mark."""
 _AND = re.compile(r"\band\b")
 _VERB = compile_table((*LINKS, *PREDICATES), prefix="(?<!there )")
 
@@ -72,13 +75,16 @@ def stated_name(text: str) -> str:
     return text if found is None else found[1]
 
 
-def statements_of(text: str) -> list[str]:
+def statements_of(text: str, conventions: Conventions = CHEXPERT) -> list[str]:
     """Return the statements of a text, one for each mention of a finding, in order and without repetition.
 
     "There is no finding." is the last one where all findings except devices are negative, and at least one is.
     """
-    mentions = find_mentions(text)
-    found = [statement(each.finding, each.value, place_of(*place_words(each))) for each in mentions]
+    mentions = find_mentions(text, conventions)
+    found = [
+        statement(each.finding, each.value, place_of(*places))
+        for each, places in zip(mentions, places_of(mentions), strict=True)
+    ]
     values = {each.value for each in mentions if each.finding != "Support Devices"}
     return list(dict.fromkeys([*found, statement("No Finding")] if values == {NEGATIVE} else found))
 
@@ -90,28 +96,45 @@ def place_of(sides: Sequence[str], zones: Sequence[str]) -> str:
     return "" if not sides else "both sides" if list(sides) == ["bilateral"] else f"{sides[0]} side"
 
 
-def place_words(mention: Mention) -> tuple[list[str], list[str]]:
-    """Return the side (at most one: left, right or bilateral) and the zones that the clause of a mention names."""
-    before, after = _clause(mention)
-    clause = mention.sentence[before:after]
-    found = [name for name, pattern in _PLACES.items() if pattern.search(clause)]
-    sides, zones = [name for name in found if name in SIDES], [name for name in found if name in ZONES]
-    return ["bilateral"] if len(sides) > 1 else sides, zones
+def places_of(mentions: Sequence[Mention]) -> list[tuple[list[str], list[str]]]:
+    """Return for each mention the side (at most one: left, right or bilateral) and the zones that its clause names.
+
+    Mentions of one sentence come one after another, as those of `find_mentions`. The time is proportional to the length
+    of the sentences.
+    """
+    found: list[tuple[list[str], list[str]]] = []
+    for sentence, group in itertools.groupby(mentions, key=lambda mention: mention.sentence):
+        ends = _clause_ends(sentence)
+        read = functools.cache(functools.partial(_places_in, sentence))
+        for mention in group:
+            after = bisect_left(ends, mention.start + len(mention.phrase))
+            found.append(read(ends[bisect_right(ends, mention.start) - 1], ends[after]))
+    return found
 
 
-def _clause(mention: Mention) -> tuple[int, int]:
-    """Return start and end of the clause of a mention: "and" ends one between two findings with places."""
-    sentence, start, end = mention.sentence, mention.start, mention.start + len(mention.phrase)
-    ends = [0, *itertools.chain.from_iterable(match.span() for match in _CLAUSE_END.finditer(sentence))]
-    before = max((place for place in ends if place <= start), default=0)
-    after = min((place for place in ends if place >= end), default=len(sentence))
-    joints = [before, *(match.end() for match in _AND.finditer(sentence, before, after)), after]
-    for last, joint, following in zip(joints, joints[1:], joints[2:], strict=False):
-        if _names_placed_finding(sentence, last, joint) and _names_placed_finding(sentence, joint, following):
-            if joint >= end:
-                return before, joint
-            before = joint if joint <= start else before
-    return before, after
+def _places_in(sentence: str, start: int, end: int) -> tuple[list[str], list[str]]:
+    """Return the side and the zones that a part of a sentence names."""
+    names = [name for name, pattern in _PLACES.items() if pattern.search(sentence, start, end)]
+    sides = [name for name in names if name in SIDES]
+    return ["bilateral"] if len(sides) > 1 else sides, [name for name in names if name in ZONES]
+
+
+def _clause_ends(sentence: str) -> list[int]:
+    """Return the ends of the clauses of a sentence in order, with 0 and its length.
+
+    "And" ends a clause between two findings with places. A name and its value are one clause: "effusion: small left".
+    """
+    marks = [match.span() for match in _CLAUSE_END.finditer(sentence)]
+    bounds = [0, *itertools.chain.from_iterable(marks), len(sentence)]
+    ends = list(bounds)
+    for before, after in itertools.pairwise(bounds):
+        joints = [before, *(match.end() for match in _AND.finditer(sentence, before, after)), after]
+        placed = [_names_placed_finding(sentence, *part) for part in itertools.pairwise(joints)]
+        ends += (
+            joint for joint, (one, other) in zip(joints[1:-1], itertools.pairwise(placed), strict=True) if one and other
+        )
+    names = {match.end() - 1 for match in _NAME.finditer(sentence)}
+    return sorted(end for end in set(ends) if end - 1 not in names and end not in names)
 
 
 def _names_placed_finding(sentence: str, start: int, end: int) -> bool:

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from medvl.data.loading.sources import color_for
 from medvl.data.reports.labeler import find_mentions
-from medvl.data.reports.statements import place_words
+from medvl.data.reports.statements import places_of
 from medvl.errors import EvaluationError
 from medvl.eval.classification.label_policy import LabelPolicy
 from medvl.eval.core.metric_rows import MetricGroup, MetricRow, measure, ranking_metrics
@@ -134,9 +134,10 @@ def negated_findings(images: ImageSet, classifier: FindingClassifier, resampling
 def sides_of(prompt: str) -> dict[str, str]:
     """Return finding -> "left" or "right" of the findings that a text places on one side of the patient only."""
     found: dict[str, set[str]] = {}
-    for mention in find_mentions(prompt):
+    mentions = find_mentions(prompt)
+    for mention, (sides, _) in zip(mentions, places_of(mentions), strict=True):
         if mention.value == POSITIVE:
-            found.setdefault(mention.finding, set()).update(place_words(mention)[0] or ["unknown"])
+            found.setdefault(mention.finding, set()).update(sides or ["unknown"])
     known = {finding: sides - {"unknown"} for finding, sides in found.items()}
     return {finding: side for finding, sides in known.items() if len(sides) == 1 and (side := min(sides)) in _SIDES}
 

@@ -16,6 +16,7 @@ import numpy as np
 import odd_dicom
 import odd_files
 import odd_images
+import odd_labels
 import odd_tables
 import odd_tars
 import pytest
@@ -23,7 +24,7 @@ from helpers.errors import raises
 
 from medvl.cli import main as cli
 from medvl.common.untrusted import ANYWHERE
-from medvl.data import decode_image, read_image
+from medvl.data import EntityFinder, decode_image, label_report, mention_values, read_image, statements_of
 from medvl.data.corpora.common.spreadsheet import read_sheet
 from medvl.data.shards.format import Manifest, split_folders
 from medvl.data.shards.source import ShardSource
@@ -291,3 +292,21 @@ def test_labels_in_odd_spellings_are_evaluated_as_their_findings() -> None:
     asked = load_prompts("statements").for_labels([*spellings.values(), "finding=mass", "Rib_Fracture"]).texts()
     assert {"There is mass.", "There is rib fracture.", "There is airspace opacity."} <= set(asked)
     assert not any(sign in text for text in asked for sign in "_=")
+
+
+@pytest.mark.parametrize("kind", odd_labels.PHRASES)
+def test_phrases_of_findings_have_their_labels(kind: str) -> None:
+    """Labels, statements and values of entities follow the same rules."""
+    finder = EntityFinder.of(odd_labels.nouns())
+    wrong = []
+    for text, expected in odd_labels.cases(kind):
+        labels = label_report(text)
+        labels.pop("No Finding", None)
+        stated = odd_labels.stated_values(statements_of(text), expected)
+        mentions = finder.find(text)
+        values = zip((entity for _, _, entity in mentions), mention_values(text, mentions), strict=True)
+        entities = odd_labels.entity_values(values)
+        named = {finding: value for finding, value in expected.items() if finding in entities}
+        if not labels == stated == expected or entities != named:
+            wrong.append((text, expected, labels, stated, entities))
+    assert wrong == []

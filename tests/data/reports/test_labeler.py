@@ -7,11 +7,13 @@ development, the others only for scoring.
 import csv
 import sys
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from medvl.data.reports.labeler import find_mentions, label_report
+from medvl.data import EntityFinder, mention_values, statements_of
+from medvl.data.reports.labeler import CONVENTIONS, find_mentions, label_report
 from medvl.data.reports.labeler_lexicon import MENTIONS
 from medvl.data.reports.openi_xml import iter_openi_reports
 from medvl.phantom import World, compose_report
@@ -164,8 +166,17 @@ def test_labels_of_dictated_sentences() -> None:
     assert len(wrong["final"]) <= 0.05 * sum(count // 2 for count in seen.values()), wrong["final"]
 
 
-@pytest.mark.parametrize("unit", ["no effusion, ", "possible edema and ", "effusion versus ", "edema is not seen or "])
-def test_work_grows_linearly_with_the_length_of_a_sentence(unit: str) -> None:
+def entities(text: str) -> list[int | None]:
+    return mention_values(text, EntityFinder.of([("effusion", 0), ("edema", 1)]).find(text))
+
+
+@pytest.mark.parametrize(
+    "unit",
+    ["no effusion, ", "possible edema and ", "effusion versus ", "edema is not seen or ", "left effusion and right mass and ",
+     "effusion: none ", "[ ] effusion ", "(edema) "],
+)  # fmt: skip
+@pytest.mark.parametrize("function", [label_report, statements_of, entities])
+def test_work_grows_linearly_with_the_length_of_a_sentence(function: Callable[[str], object], unit: str) -> None:
     """The number of executed lines, which a scan of all cues for every phrase squares."""
 
     def count_lines(repeats: int) -> int:
@@ -179,13 +190,60 @@ def test_work_grows_linearly_with_the_length_of_a_sentence(unit: str) -> None:
         sentence = unit * repeats
         sys.settrace(trace)
         try:
-            label_report(sentence)
+            function(sentence)
         finally:
             sys.settrace(None)
         return lines
 
     count_lines(1)  # compiles the tables
-    assert count_lines(400) < 6 * count_lines(100)
+    assert count_lines(200) < 6 * count_lines(50)
+
+
+@pytest.mark.parametrize(
+    ("text", "chexpert", "doubtful", "indexed"),
+    [
+        ("Borderline cardiomegaly.", 1, -1, 1),
+        ("The heart is borderline enlarged.", 1, -1, 1),
+        ("Borderline cardiac enlargement.", 1, -1, 1),
+        ("Borderline heart size.", -1, -1, -1),
+        ("The heart is borderline in size.", -1, -1, -1),
+        ("Borderline widened mediastinum.", 1, -1, 1),
+        ("Borderline edema.", -1, -1, -1),
+        ("Pulmonary vascular congestion.", -1, -1, None),
+        ("No vascular congestion.", 0, 0, 0),
+        ("Vascular congestion and edema.", 1, 1, 1),
+        ("Vascular congestion without edema.", 0, 0, 0),
+        ("Congestive heart failure.", 1, 1, 1),
+        ("Enlarged cardiac silhouette.", 1, 1, None),
+        ("The cardiac silhouette is not enlarged.", 0, 0, 0),
+        ("Probable edema.", -1, -1, 1),
+        ("Edema, likely.", -1, -1, 1),
+        ("Possible edema.", -1, -1, -1),
+        ("Suggestive of edema.", -1, -1, -1),
+        ("Edema cannot be excluded.", -1, -1, -1),
+        ("Edema is unlikely.", -1, -1, -1),
+        ("Edema versus scarring.", -1, -1, 1),
+        ("Scarring versus edema.", -1, -1, -1),
+    ],
+)
+def test_conventions_of_doubt(text: str, chexpert: int | None, doubtful: int | None, indexed: int | None) -> None:
+    values = []
+    for name in ("chexpert", "doubtful", "indexed"):
+        labels = label_report(text, CONVENTIONS[name])
+        labels.pop("No Finding", None)
+        assert len(labels) <= 1
+        values.append(next(iter(labels.values()), None))
+    assert values == [chexpert, doubtful, indexed]
+    assert label_report(text) == label_report(text, CONVENTIONS["chexpert"])
+
+
+def test_conventions_are_those_of_statements_and_entities() -> None:
+    text = "Probable edema. Edema versus effusion."
+    assert statements_of(text) == ["There is possible edema.", "There is possible pleural effusion."]
+    assert statements_of(text, CONVENTIONS["indexed"]) == ["There is edema.", "There is possible pleural effusion."]
+    mentions = EntityFinder.of([("effusion", 0), ("edema", 1)]).find(text)
+    assert mention_values(text, mentions) == [-1, -1, -1]
+    assert mention_values(text, mentions, CONVENTIONS["indexed"]) == [1, 1, -1]
 
 
 def test_no_finding_ignores_devices() -> None:
@@ -261,28 +319,25 @@ def test_labels_agree_with_openi_indexing(real_data: Path) -> None:
         assert recall > 0.8, (finding, precision, recall)
 
 
+GOLD = {"Effusion": "Pleural Effusion"} | {
+    name: name for name in ("Atelectasis", "Cardiomegaly", "Pneumonia", "Pneumothorax", "Consolidation", "Edema")
+}
+"""Columns of the gold labels with a finding of the same meaning."""
+
+
 @pytest.mark.real
-def test_labels_agree_with_openi_gold(real_data: Path) -> None:
-    """Micro-averaged over seven findings. Doubtful findings, of which the gold counts a part, are left out."""
+@pytest.mark.parametrize(("name", "least"), [("chexpert", 0.93), ("indexed", 0.945)])
+def test_labels_agree_with_openi_gold(real_data: Path, name: str, least: float) -> None:
+    """F1 over seven findings of all reports, micro-averaged; a doubtful finding counts as absent."""
     with (real_data / "openi_gold_labels" / "openi_gold.csv").open(newline="") as file:
         gold = {row["filename"]: row for row in csv.DictReader(file)}
-    names = {"Effusion": "Pleural Effusion"}
     counts = Counter[tuple[bool, bool]]()
     for report in iter_openi_reports(real_data / "openi" / "NLMCXR_reports.tgz"):
         if report.id in gold:
-            labels = label_report(" ".join(report.sections.get(name, "") for name in ("findings", "impression")))
-            for name in (
-                "Atelectasis",
-                "Cardiomegaly",
-                "Effusion",
-                "Pneumonia",
-                "Pneumothorax",
-                "Consolidation",
-                "Edema",
-            ):
-                value = labels.get(names.get(name, name))
-                if value != -1:
-                    counts[gold[report.id][name] == "1", value == 1] += 1
-    correct = counts[True, True]
-    assert correct / (correct + counts[False, True]) > 0.9
-    assert correct / (correct + counts[True, False]) > 0.95
+            parts = (report.sections.get(section, "") for section in ("findings", "impression"))
+            labels = label_report("\n\n".join(parts), CONVENTIONS[name])
+            counts.update(
+                (gold[report.id][column] == "1", labels.get(finding) == 1) for column, finding in GOLD.items()
+            )
+    assert sum(counts.values()) == 7 * len(gold)
+    assert 2 * counts[True, True] / (2 * counts[True, True] + counts[False, True] + counts[True, False]) >= least
