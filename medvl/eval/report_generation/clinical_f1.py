@@ -48,7 +48,7 @@ def clinical_metrics(
         for metric in METRICS
     ]
 
-    fixed_L = sum_NL.any(axis=0)
+    fixed_L = np.asarray(sum_NL.sum(axis=0) > 0)
 
     def statistic(counts_NR: Array) -> Array:
         counts_RL = [counts_NR.T @ x_NL for x_NL in (both_NL, generated_NL, reference_NL, sum_NL)]
