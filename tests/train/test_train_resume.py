@@ -208,6 +208,7 @@ def test_resume_refuses_a_checkpoint_of_another_run(
         ({"seed": 7}, "--train.seed 0", "number of steps"),
         ({"epochs": 4}, "the number of steps (train.epochs, train.steps) was 6 and is 8", "--train.total-steps"),
         ({"schedule": Cosine(warmup_steps=1)}, "--optim.schedule.warmup-steps 2", "number of steps"),
+        ({"schedule": Constant()}, "was 'Cosine' and is 'Constant'", "schedule.kind Cosine"),  # no option sets it
     ],
 )
 def test_the_refusal_names_the_options_with_which_the_run_resumes(

@@ -249,7 +249,7 @@ def check_identity(saved: Saved, expected: Mapping[str, Any]) -> None:
 
 def _option(path: str, value: Any) -> str:
     """Return the option of the command line that sets a value of `identity`; "" where none does so directly."""
-    if isinstance(value, Mapping) or path in _NAMES or path.startswith("start."):
+    if isinstance(value, Mapping) or path in _NAMES or path.startswith("start.") or path.endswith(".kind"):
         return ""
     for prefix, group in (("model.settings.", "model."), ("recipe.", ""), ("train.", "train."), ("optim.", "optim.")):
         if path.startswith(prefix):
