@@ -115,6 +115,7 @@ def _one_salt(tmp_path_factory: pytest.TempPathFactory) -> None:
     each run of the tests, and now and then leave a split empty."""
     path = tmp_path_factory.mktemp("salt") / "salt"
     path.write_text(SALT.hex() + "\n")
+    path.chmod(0o600)
     os.environ["MEDVL_SALT_FILE"] = str(path)
 
 
