@@ -1,4 +1,4 @@
-"""De-identification: salted hashes of ids, capped ages, and a screen for identifiers in texts.
+"""De-identification: salted hashes of ids, capped ages, and headers of report sections that name a person.
 
 With the salt and a list of patient ids, hashes could be matched to patients. Therefore the salt is in a separate file
 (`default_salt_file`) with mode 0600, never next to the shards; the shards contain only its fingerprint, which shows
@@ -166,24 +166,6 @@ def _to_float(value: object) -> float:
     return math.nan
 
 
-_MONTH = r"(?:jan|feb|mar|apr|may|jun|jul|aug|sep|oct|nov|dec)[a-z]*\.?"
-_DATE = re.compile(
-    r"\b(?:\d{1,2}[/.-]\d{1,2}[/.-](?:\d{4}|\d{2})"  # 3/14/2015, 14.03.15
-    r"|\d{4}[/-]\d{1,2}[/-]\d{1,2}"  # 2015-03-14
-    rf"|{_MONTH}\s+\d{{1,2}}(?:st|nd|rd|th)?,?\s+\d{{4}}"  # March 14, 2015
-    rf"|\d{{1,2}}\s+{_MONTH},?\s+\d{{4}}"  # 14 March 2015
-    rf"|{_MONTH},?\s+\d{{4}})\b",  # March 2015
-    re.IGNORECASE,
-)
-_PHONE = re.compile(r"(?<![\w-])(?:\+?1[ .-]?)?(?:\(\d{3}\)\s*|\d{3}[ .-])\d{3}[ .-]\d{4}\b")
-_EMAIL = re.compile(r"\b[\w.+-]{1,64}@[\w-]{1,64}\.\w")
-_NUMBER = re.compile(r"(?<![\w.])(?:MRN\W{0,3}\d{4,}|\d{6,})(?!\w|\.\d)", re.IGNORECASE)
-_DOCTOR = re.compile(r"\b(?:Drs?|Doctor|Prof)\.?\s+(?!XXXX\b)[A-Z][A-Za-z'-]+")
-
-_SCREENS: dict[str, re.Pattern[str]] = {
-    "email": _EMAIL, "date": _DATE, "phone": _PHONE, "number": _NUMBER, "doctor": _DOCTOR,
-}  # fmt: skip
-
 _IDENTITY = re.compile(
     r"\b(?:patient(?: name| id.*)?$|name\b|m\.?r\.?n\b|record (?:number|no)\b|d\.?o\.?b\b|birth|accession|account|ssn\b"
     r"|social security|address|phone|physician|doctor|radiologist|attending|resident\b|referr|dictat|transcri"
@@ -209,17 +191,3 @@ def is_identifying_header(header: str, *, at_start: bool = False) -> bool:
     leading = _LEADING.match(header)
     starts = (0, leading.end() if leading else 0)
     return any(_IDENTITY.match(header, start) for start in starts)
-
-
-def find_identifiers(text: str) -> dict[str, int]:
-    """Count likely identifiers in a text by kind: email, date, phone, number (as long as a record number), doctor.
-
-    A screen for warnings, with misses and false alarms. Masks (`___`, `XXXX`) are not counted. Kinds that do not occur
-    are absent, and the text itself is never returned.
-    """
-    counts: dict[str, int] = {}
-    for kind, pattern in _SCREENS.items():
-        text, count = pattern.subn(" ", text)  # do not count a match again as another kind
-        if count:
-            counts[kind] = count
-    return counts

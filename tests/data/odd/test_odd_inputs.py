@@ -19,6 +19,7 @@ import odd_images
 import odd_labels
 import odd_tables
 import odd_tars
+import odd_texts
 import pytest
 from helpers.errors import raises
 
@@ -310,3 +311,24 @@ def test_phrases_of_findings_have_their_labels(kind: str) -> None:
         if not labels == stated == expected or entities != named:
             wrong.append((text, expected, labels, stated, entities))
     assert wrong == []
+
+
+def test_identifiers_in_texts_are_counted_and_phrases_of_reports_are_not(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = [text for text in odd_texts.IDENTIFIERS if text not in odd_texts.MISSED]
+    assert len(found) >= 0.95 * len(odd_texts.IDENTIFIERS) >= 0.95 * 100
+    warned: dict[str, int] = {}
+    for name, texts in (("identifiers", found), ("phrases", odd_texts.PHRASES)):
+        rows = [{"text": text, "patient": number} for number, text in enumerate(texts)]
+        finished = medvl(
+            capsys, "shards", "table", "--table", write_table(tmp_path / f"{name}.csv", rows), "--patient-column", "patient",
+            "--text-column", "text", "--out", tmp_path / name, "--workers", "1", "--splits", "train=1",
+        )  # fmt: skip
+        assert finished.status == 0, finished.err
+        (split,) = split_folders(tmp_path / name)
+        warnings = Manifest.read(tmp_path / name / split).warnings
+        warned[name] = sum(count for kind, count in warnings.items() if kind.startswith("possible_"))
+    assert warned["identifiers"] >= len(found)
+    assert warned["phrases"] == 0
+    assert "possible_name" in Manifest.read(tmp_path / "identifiers" / "train").warnings

@@ -14,9 +14,9 @@ from medvl.data.privacy.deidentify import (
     Deidentifier,
     cap_age,
     default_salt_file,
-    find_identifiers,
     is_identifying_header,
 )
+from medvl.data.privacy.identifiers import find_identifiers
 from medvl.errors import ConfigError, CorpusError
 
 SALT = bytes(range(32))

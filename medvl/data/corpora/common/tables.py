@@ -17,7 +17,8 @@ from typing import Any, BinaryIO, TextIO
 
 from medvl.common.untrusted import DuplicateKeyError, InputFolders, NonFiniteNumberError, parse_json
 from medvl.data.corpora.common.row_counts import IMAGES, RowCounts
-from medvl.data.privacy.deidentify import find_identifiers, is_identifying_header
+from medvl.data.privacy.deidentify import is_identifying_header
+from medvl.data.privacy.identifiers import find_identifiers
 from medvl.data.reports.sections import Report, read_report
 from medvl.data.transforms.text import choose_sections
 from medvl.errors import ConfigError, CorpusError
