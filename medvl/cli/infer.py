@@ -26,6 +26,7 @@ def infer(
     overlays: int = 1,
     batch: int = 32,
     frame: int | None = None,
+    modality: tuple[str, ...] = (),
     device: str = "auto",
 ) -> str:
     """Score images against texts, answer questions about them, or write their reports; print a table.
@@ -42,6 +43,8 @@ def infer(
         overlays: heat maps for each image, of the texts with the highest values, written to OUT/overlays.
         batch: images per batch.
         frame: frame of multi-frame DICOM files, from 0; without it they are skipped.
+        modality: modalities of DICOM files to accept, such as CR DX RG; others are skipped. Without it, all are
+            scored, and those that are no chest radiographs by their header are marked and counted in a warning.
         device: auto, cpu or cuda.
     """
     from medvl.errors import ConfigError
@@ -51,6 +54,7 @@ def infer(
     from medvl.eval.zero_shot_classification.prompts import load_prompts
     from medvl.inference.files import find_images
     from medvl.inference.folder import ImageModel, can_draw, count_skipped, infer_files
+    from medvl.inference.modality import describe_doubts
     from medvl.models import DualEncoder
 
     for field, value, low in (("batch", batch, 1), ("overlays", overlays, 0), ("frame", frame or 0, 0)):
@@ -62,12 +66,17 @@ def infer(
     if isinstance(loaded, DualEncoder):
         fitted, reason = calibration_for(Path(checkpoint), load_prompts(prompts), calibration)
     model = ImageModel(loaded, texts or None, prompts=prompts, calibration=fitted)
+    accepted = tuple(name.strip().upper() for name in modality)
     drawn = overlays if out is not None and overlays and can_draw(model) else 0
     settings = {"checkpoint": checkpoint_sha256(checkpoint), "texts": list(texts), "prompts": prompts, "frame": frame,
                 "overlays": drawn}  # fmt: skip
     if model.calibrated:
         settings["probabilities"] = {name: dataclasses.asdict(each) for name, each in model.calibrated.items()}
-    results = infer_files(model, paths, out=out, settings=settings, overlays=drawn, batch=batch, frame=frame)
+    if accepted:
+        settings["modality"] = sorted(accepted)
+    results = infer_files(
+        model, paths, out=out, settings=settings, overlays=drawn, batch=batch, frame=frame, modality=accepted
+    )
     skipped = count_skipped(results)
     if sum(skipped.values()) == len(results):
         advice = "expected DICOM, JPEG or PNG files, or folders with them; unpack archives first"
@@ -77,6 +86,9 @@ def infer(
         print(_uncalibrated(model, fitted, reason), file=sys.stderr)  # the table on stdout stays one
     if skipped:
         lines.append(f"\n{sum(skipped.values())} of {len(results)} images skipped: {_counts(skipped)}")
+    warning = describe_doubts([result.warning for result in results if result.skipped is None])
+    if warning:
+        lines.append(f"\nwarning: {warning}; --modality CR DX RG leaves other modalities out")
     if out is None:
         return "\n".join(lines)
     if overlays and not drawn:
@@ -88,20 +100,36 @@ def format_results(results: "Sequence[ImageResult]", names: Sequence[str], gives
     """Return the results as a table: one image per row, or one text per row for one image; the first 20 images."""
     shown = [result for result in results if result.skipped is None][:_SHOWN]
     if gives == "report":
-        return "\n\n".join(f"{result.image}\n{result.values['report']}" for result in shown)
+        return "\n\n".join(f"{result.image}{_kind(result, before=': ')}\n{result.values['report']}" for result in shown)
     if len(results) == 1:
         values = results[0].values
         order = sorted(names, key=lambda name: -value if isinstance(value := values[name], float) else 0)
         table = _table([[name, _cell(values[name])] for name in order], ["", gives])
-        return f"{results[0].image}\n\n{table}"
+        return f"{results[0].image}{_kind(results[0], before=': ')}\n\n{table}"
     columns = list(names)
     while len(columns) > 1 and sum(max(len(name), 6) + 2 for name in columns) > _WIDTH:
         columns.pop()
-    rows = [[_ending(result.image), *(_cell(result.values[name]) for name in columns)] for result in shown]
+    with_kind = any(map(_kind, shown))
+    rows = [
+        [
+            _ending(result.image),
+            *([_kind(result)] if with_kind else []),
+            *(_cell(result.values[name]) for name in columns),
+        ]
+        for result in shown
+    ]
     more = [f"{len(names) - len(columns)} more columns"] if len(columns) < len(names) else []
     readable = sum(result.skipped is None for result in results)
     more += [f"{readable - len(shown)} more images"] if readable > len(shown) else []
-    return _table(rows, ["image", *columns]) + ("\n... " + " and ".join(more) if more else "")
+    return _table(rows, ["image", *(["modality"] if with_kind else []), *columns]) + (
+        "\n... " + " and ".join(more) if more else ""
+    )
+
+
+def _kind(result: "ImageResult", before: str = "") -> str:
+    """Return modality and body part, with a mark where the image is no chest radiograph; empty for other files."""
+    kind = " ".join(filter(None, (result.modality, result.body_part, "(!)" if result.warning else None)))
+    return kind and before + kind
 
 
 def _uncalibrated(model: "ImageModel", calibration: "Calibration | None", reason: str) -> str:

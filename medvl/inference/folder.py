@@ -32,6 +32,7 @@ from medvl.eval.grounding.page import draw_grounding
 from medvl.eval.report_generation.generate import ReportWriter
 from medvl.eval.zero_shot_classification.calibration import Calibration, FindingCalibration
 from medvl.inference.heatmaps import heatmap
+from medvl.inference.modality import doubt_of, header_of
 from medvl.inference.models import batches, refuse
 from medvl.inference.scores import ABLE, Scorer
 from medvl.inference.texts import answer, write_report
@@ -41,6 +42,8 @@ from medvl.models.base import System
 SETTINGS, LINES, TABLE, OVERLAYS = "settings.json", "results.jsonl", "results.csv", "overlays"
 _OVERLAY_SIDE = 1024
 _READERS = 4
+
+HEADER = ("modality", "body_part", "warning")
 
 Value = float | str
 
@@ -56,12 +59,19 @@ class ImageResult:
     """Reason why the image was skipped: the code of an error."""
     overlays: tuple[str, ...] = ()
     """Files in the folder of results."""
+    modality: str | None = None
+    body_part: str | None = None
+    """Of the DICOM header; None where it does not state them, and for other files."""
+    warning: str | None = None
+    """Why the image is no chest radiograph, such as "MR, HEAD"."""
 
     def as_json(self) -> str:
         """Return a line of `results.jsonl`."""
         reason = {} if self.skipped is None else {"skipped": self.skipped}
         drawn = {"overlays": list(self.overlays)} if self.overlays else {}
-        return json.dumps({"image": self.image, "values": dict(self.values), **drawn, **reason}, ensure_ascii=False)
+        header = {name: getattr(self, name) for name in HEADER if getattr(self, name) is not None}
+        row = {"image": self.image, "values": dict(self.values), **drawn, **reason, **header}
+        return json.dumps(row, ensure_ascii=False)
 
 
 class ImageModel:
@@ -130,6 +140,7 @@ def infer_files(
     overlays: int = 0,
     batch: int = 32,
     frame: int | None = None,
+    modality: Sequence[str] = (),
     progress: bool | None = None,
 ) -> list[ImageResult]:
     """Return the results of image files, in order; those that cannot be read are skipped with their reason.
@@ -142,6 +153,8 @@ def infer_files(
         overlays: number of heat maps to draw for each image, of the texts with the highest values; needs `out`.
         batch: images per batch.
         frame: index of the frame in multi-frame DICOM files, from 0; with None, these are skipped.
+        modality: modalities to accept; DICOM files of others are skipped as "other_modality". Empty: all are accepted,
+            and results of other images than chest radiographs have a `warning`.
         progress: True for a progress bar, None for one on a terminal.
 
     Raises ConfigError if `out` has other content, or results of other settings.
@@ -150,7 +163,7 @@ def infer_files(
     todo = [path for path in images if _name(path) not in finished]
     with tqdm(total=len(images), initial=len(images) - len(todo), unit="img", disable=_hidden(progress)) as bar:
         for start in range(0, len(todo), batch):
-            results = _infer_batch(model, todo[start : start + batch], frame, out, overlays)
+            results = _infer_batch(model, todo[start : start + batch], frame, out, overlays, modality)
             if out is not None:
                 with open_own(out / LINES) as file:
                     file.writelines(f"{result.as_json()}\n".encode() for result in results)
@@ -158,8 +171,16 @@ def infer_files(
             bar.update(len(results))
     ordered = [finished[_name(path)] for path in images]
     if out is not None:
-        rows = [[one.image, *(one.values.get(name, "") for name in model.names), one.skipped or ""] for one in ordered]
-        write_atomic(out / TABLE, csv_text([["image", *model.names, "skipped"], *rows]))
+        rows = [
+            [
+                one.image,
+                *(one.values.get(name, "") for name in model.names),
+                one.skipped or "",
+                *(getattr(one, name) or "" for name in HEADER),
+            ]
+            for one in ordered
+        ]
+        write_atomic(out / TABLE, csv_text([["image", *model.names, "skipped", *HEADER], *rows]))
     return ordered
 
 
@@ -169,9 +190,19 @@ def count_skipped(results: Sequence[ImageResult]) -> dict[str, int]:
 
 
 def _infer_batch(
-    model: ImageModel, paths: Sequence[Path], frame: int | None, out: Path | None, overlays: int
+    model: ImageModel,
+    paths: Sequence[Path],
+    frame: int | None,
+    out: Path | None,
+    overlays: int,
+    modality: Sequence[str],
 ) -> list[ImageResult]:
+    headers = {path: header_of(path) for path in paths}
+
     def read(path: Path) -> np.ndarray | str:
+        header = headers[path]
+        if modality and header is not None and header.modality not in modality:
+            return "other_modality"
         try:
             return model.model.transform.read(path, frame=frame)
         except MedvlError as error:
@@ -185,12 +216,19 @@ def _infer_batch(
     values = iter(model(readable) if readable else [])
     results = []
     for path, pixels in zip(paths, read_images, strict=True):
+        header = headers[path]
+        result = ImageResult(
+            image=_name(path),
+            modality=None if header is None else header.modality,
+            body_part=None if header is None else header.body_part,
+            warning=None if modality else doubt_of(header),
+        )
         if isinstance(pixels, str):
-            results.append(ImageResult(image=_name(path), skipped=pixels))
+            results.append(dataclasses.replace(result, skipped=pixels, warning=None))
             continue
         row = next(values)
         drawn = _draw(model, path, pixels, row, out, overlays) if out is not None and overlays else ()
-        results.append(ImageResult(image=_name(path), values=row, overlays=drawn))
+        results.append(dataclasses.replace(result, values=row, overlays=drawn))
     return results
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from medvl.data.images.inputs import ImageInput
 from medvl.data.transforms.image import as_list
 from medvl.errors import ConfigError
+from medvl.inference.modality import warn_of_other_images
 from medvl.models.base import System
 from medvl.models.checkpoint import load
 from medvl.schema import Batch
@@ -35,10 +36,15 @@ def refuse(model: System, task: str, able: str) -> ConfigError:
 
 
 def batches(model: System, images: Any, size: int = BATCH) -> Iterator[Tensor]:
-    """Yield the images as the model takes them, on its device, `size` at a time. Raises as `EvalTransform`."""
+    """Yield the images as the model takes them, on its device, `size` at a time. Raises as `EvalTransform`.
+
+    DICOM files that are no radiographs of the chest by their header are the reason of a UserWarning.
+    """
     listed = as_list(images)
     if not len(listed):
         raise ConfigError("expected at least one image, got an empty list", "empty", field="images")
+    if isinstance(listed, Sequence):
+        warn_of_other_images(listed)
     for start in range(0, len(listed), size):
         yield model.transform(listed[start : start + size]).to(model.device)
 

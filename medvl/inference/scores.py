@@ -143,6 +143,8 @@ def infer(
         ConfigError: the model is neither, or a classifier has no such label.
         EvaluationError: the texts or the prompt set cannot be used (`medvl.inference.prompts_for`).
         ImageError, DicomError, FileNotFoundError: an image cannot be read.
+
+    Warns (UserWarning) of DICOM files that are no radiographs of the chest by their modality or body part.
     """
     scorer = Scorer(model, texts, prompts=prompts, temperature=temperature)
     rows = [dict(zip(scorer.names, row, strict=True)) for row in scorer(images).tolist()]

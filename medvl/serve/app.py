@@ -156,7 +156,7 @@ class _Served:
         async def run(served: ServedModel) -> Any:
             return await self._engine.infer(lambda: function(served, decoded.pixels))
 
-        return {"models": await each_model(self._models, run)}
+        return {"image": images.describe(decoded.header), "models": await each_model(self._models, run)}
 
     async def _run_encoded(self, request: ImageRequest, function: Callable[[ServedModel, Encoded], Any]) -> Any:
         """Return the result of each model for an image, which is encoded together with those of other requests."""
@@ -166,7 +166,7 @@ class _Served:
             image_1CHW = await self._engine.decode(lambda: served.prepare(decoded.pixels))
             return await self._engine.together(self._pending[id(served)], image_1CHW, lambda row: function(served, row))
 
-        return {"models": await each_model(self._models, run)}
+        return {"image": images.describe(decoded.header), "models": await each_model(self._models, run)}
 
 
 def _encode(served: ServedModel, images: list[torch.Tensor]) -> list[Encoded]:

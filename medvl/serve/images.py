@@ -12,6 +12,7 @@ from medvl.data.dicom.reader import DicomHeader, decode_dicom, decode_dicom_valu
 from medvl.data.dicom.rendering import LinearValues
 from medvl.data.images.inputs import read_image
 from medvl.data.images.read import check_sides, starts_like_dicom
+from medvl.inference.modality import doubt_of
 from medvl.serve.requests import ImageRequest
 
 VIEW_SIDE = 1024
@@ -68,11 +69,18 @@ def view(request: ImageRequest) -> dict[str, Any]:
         "columns": columns,
         "frames": 1 if header is None else header.frames,
         "format": "image" if header is None else "DICOM",
+        "warning": doubt_of(header),
         "burned_in": None if header is None else header.burned_in,
         "header": {} if header is None else {name: getattr(header, name) for name in _SHOWN},
         "pixels": _base64(shown),
         "window": None if values is None else _window(values, size),
     }
+
+
+def describe(header: DicomHeader | None) -> dict[str, str | None]:
+    """Return modality and body part of an image, and why it is no chest radiograph, as JSON values."""
+    names = ("modality", "body_part")
+    return {**{name: None if header is None else getattr(header, name) for name in names}, "warning": doubt_of(header)}
 
 
 def _values(request: ImageRequest, header: DicomHeader | None, shown: np.ndarray) -> LinearValues | None:

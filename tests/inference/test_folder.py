@@ -96,6 +96,53 @@ def test_the_command_writes_a_folder(
     assert "other texts or options" in capsys.readouterr().err
 
 
+def test_images_that_are_no_chest_radiographs_are_marked_or_left_out(
+    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pixels, images, out = RNG.integers(0, 256, (40, 30), dtype=np.uint8), tmp_path / "images", tmp_path / "out"
+    images.mkdir()
+    for name, fields in (
+        ("chest", {"Modality": "DX", "BodyPartExamined": "CHEST"}),
+        ("brain", {"Modality": "MR", "BodyPartExamined": "BRAIN"}),
+        ("hand", {"Modality": "CR", "BodyPartExamined": "hand "}),
+        ("unknown", {"Modality": None}),
+    ):
+        write_dataset(images / f"{name}.dcm", image_dataset(pixels, **fields))
+    cv2.imwrite(str(images / "x.png"), pixels)
+    command = ["infer", str(images), "--checkpoint", str(checkpoint), "--texts", *TEXTS]
+    cli.main([*command, "--out", str(out)])
+    printed = capsys.readouterr().out
+    assert "warning: 3 of 5 images are no chest radiographs by their header" in printed
+    assert "MR BRAIN (!)" in printed
+    assert "DX CHEST  " in printed
+    lines = {Path(row["image"]).stem: row for row in map(json.loads, (out / "results.jsonl").read_text().splitlines())}
+    assert lines["brain"]["modality"] == "MR"
+    assert {name: row.get("warning") for name, row in lines.items()} == {
+        "brain": "MR, BRAIN", "chest": None, "hand": "HAND", "unknown": "no known modality", "x": None,
+    }  # fmt: skip
+    with (out / "results.csv").open() as file:
+        assert [row["warning"] for row in csv.DictReader(file)] == ["MR, BRAIN", "", "HAND", "no known modality", ""]
+    cli.main([*command, "--modality", "cr", "DX"])
+    printed = capsys.readouterr().out
+    assert "2 of 5 images skipped: 2 other_modality" in printed
+    assert "warning" not in printed
+    cli.main(["infer", str(images / "brain.dcm"), "--checkpoint", str(checkpoint), "--texts", TEXTS[0]])
+    assert "brain.dcm: MR BRAIN (!)" in capsys.readouterr().out
+
+
+def test_the_python_interface_warns_of_other_images(checkpoint: Path, tmp_path: Path, recwarn: Any) -> None:
+    pixels = RNG.integers(0, 256, (40, 30), dtype=np.uint8)
+    brain = write_dataset(tmp_path / "brain.dcm", image_dataset(pixels, Modality="MR"))
+    chest = write_dataset(tmp_path / "chest.dcm", image_dataset(pixels, Modality="DX"))
+    model = medvl.load(checkpoint)
+    recwarn.clear()
+    medvl.infer(model, [chest, pixels], TEXTS)
+    assert not [warning for warning in recwarn if warning.category is UserWarning]
+    for image in (brain, brain.read_bytes(), medvl.data.read_dicom(brain)):
+        with pytest.warns(UserWarning, match="1 of 1 images are no chest radiographs by their header"):
+            medvl.infer(model, image, TEXTS)
+
+
 def test_an_interrupted_run_continues(
     checkpoint: Path, images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

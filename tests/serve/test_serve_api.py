@@ -278,3 +278,16 @@ def test_other_machines_need_a_token() -> None:
     drawn = {ServeConfig(host="0.0.0.0").with_token().token for _ in range(2)}
     assert len(drawn) == 2
     assert min(len(token or "") for token in drawn) >= 32
+
+
+def test_images_that_are_no_chest_radiographs_have_a_warning(one: TestClient) -> None:
+    for fields, expected in (
+        (
+            {"Modality": "MR", "BodyPartExamined": "BRAIN"},
+            {"modality": "MR", "body_part": "BRAIN", "warning": "MR, BRAIN"},
+        ),
+        ({"Modality": "DX", "BodyPartExamined": "CHEST"}, {"modality": "DX", "body_part": "CHEST", "warning": None}),
+    ):
+        assert post(one, "scores", dicom(**fields), ["Edema"]).json()["image"] == expected
+        assert post(one, "view", dicom(**fields)).json()["warning"] == expected["warning"]
+    assert 'id="other"' in one.get("/").text

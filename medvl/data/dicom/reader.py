@@ -31,12 +31,15 @@ from medvl.data.dicom.rendering import Display, LinearValues, Shading, Window, l
 from medvl.data.privacy.deidentify import cap_age
 from medvl.errors import ConfigError, DicomError
 
-__all__ = ["DicomHeader", "DicomImage", "DicomLimits", "decode_dicom", "decode_dicom_values", "read_dicom"]
+__all__ = [
+    "DicomHeader", "DicomImage", "DicomLimits", "decode_dicom", "decode_dicom_header", "decode_dicom_values",
+    "read_dicom",
+]  # fmt: skip
 
 DEFAULT_LIMITS = DicomLimits()
 
 _MODALITIES = re.compile(
-    r"CR|DX|RF|CT|MR|US|NM|PT|MG|XA|XC|OT|SC|SEG|RTDOSE|RTIMAGE|ES|GM|SM|OP|OPT|IO|PX|IVUS|OCT|BI|TG|DG|BMD|CFM|DMS|LS"
+    r"CR|DX|RG|RF|CT|MR|US|NM|PT|MG|XA|XC|OT|SC|SEG|RTDOSE|RTIMAGE|ES|GM|SM|OP|OPT|IO|PX|IVUS|OCT|BI|TG|DG|BMD|CFM|DMS|LS"
 )
 _VIEWS = re.compile(
     r"(?:AP|PA)(?: (?:LLD|RLD|AXIAL))?|LL|RL|LATERAL|XTABLE LATERAL|LLD|RLD|LLO|RLO|LAO|RAO|LPO|RPO|SWIMMERS"
@@ -181,6 +184,12 @@ def decode_dicom_values(
         return linear_values(decode_frame(file, layout, index), display, layout)
     except MemoryError as error:
         raise DicomError("not enough memory to decode the image", "too_large") from error
+
+
+def decode_dicom_header(stream: BinaryIO, *, limits: DicomLimits = DEFAULT_LIMITS) -> DicomHeader:
+    """Return the header of a DICOM image without decoding its pixels. Raises DicomError as `read_dicom`."""
+    file = open_dicom(stream, limits)
+    return _header(file, PixelLayout.from_file(file))
 
 
 def _read(file: DicomFile, bits: int, frame: int | None, window: tuple[float, float] | None = None) -> DicomImage:

@@ -48,7 +48,8 @@ _IDS = r"(?=[\w-]{0,20}\d)[\w-]{3,30}"
 _NUMBERS = (
     r"(?<![\w-])\d{3}[- ]\d{2}[- ]\d{4}(?![\w-])",  # SSN
     r"(?i:\b(?:MRN|medical record|med rec|accession|account|acct|CSN|DEA|NPI|serial|S/?N:?|VIN|passport|chart|SSN"
-    r"|social security|hosp|acc|policy|license|licence|encounter|NHS|hospital|unit record|member|insurance|specimen|UID|barcode|MR#)"
+    r"|social security|hosp|acc|policy|license|licence|encounter|NHS|hospital|unit record|member|insurance|specimen|UID"
+    r"|barcode|MR#)"
     rf"(?:\s{{1,3}}(?:number|num|no|nr|id|ID))?[\s:.#=]{{0,4}}(?=[\w-]{{0,20}}\d\d){_IDS})",
     r"(?i:\b(?:record|patient|pt|study|exam|case|order|visit|device|lot|ref|reference|film|x-?ray|request|file|id)"
     rf"\s{{0,3}}(?:(?:number|num|no|nr|id)\b[\s:.#=]{{0,4}}|#[\s:]{{0,3}}|:\s{{0,3}})(?=[\w-]{{0,20}}\d\d\d){_IDS})",
@@ -98,10 +99,11 @@ _NAMES = (
     r"(?im:^\s{0,10}cc\s{0,2}:\s{0,3}[A-Za-z])",
     rf"(?:[Dd]ictated|[Tt]ranscribed|[Ss]igned|[Rr]ead|[Rr]eported|[Ii]nterpreted|[Rr]eviewed|[Vv]erified|[Aa]pproved|[Tt]yped"
     rf"|[Pp]erformed|[Oo]rdered|[Rr]equested|[Rr]eferred|[Aa]uthenticated|[Dd]iscussed|[Cc]ommunicated|[Cc]onveyed|[Tt]elephoned"
-    rf"|[Rr]elayed|[Ss]poke|[Cc]alled|[Nn]otified)\s{{1,3}}(?:in person\s{{1,2}}|electronically\s{{1,2}})?(?:(?:by|with|to)\s{{1,3}})"
+    rf"|[Rr]elayed|[Ss]poke|[Cc]alled|[Nn]otified)\s{{1,3}}(?:in person\s{{1,2}}|electronically\s{{1,2}})?"
+    r"(?:(?:by|with|to)\s{1,3})"
     rf"(?:(?:[A-Z]\.\s{{0,2}}){{1,2}}{_TITLE}|{_NOT_NAMES}{_TEAMS}{_TITLE}\s{{1,2}}(?:[A-Z]\.?\s{{1,2}})?{_TITLE})",
     rf"(?:[Ss]een|[Rr]eviewed|[Ii]nterpreted|[Rr]ead|[Rr]eported|[Aa]pproved|[Vv]erified)\s{{1,2}}by\s{{1,2}}{_TEAMS}{_TITLE}",
-    rf"(?:(?:[Dd]ictated|[Tt]ranscribed|[Ss]igned|[Tt]yped)\s{{1,2}}by\s{{1,2}}[A-Z][\w'’-]{{1,30}})",
+    r"(?:(?:[Dd]ictated|[Tt]ranscribed|[Ss]igned|[Tt]yped)\s{1,2}by\s{1,2}[A-Z][\w'’-]{1,30})",
     rf"\b{_ROLES}\s{{1,2}}(?!Radiolog|Physician|Surgeon|Nurse){_TITLE}(?:\s{{1,2}}{_TITLE})?",
     rf"\b(?:RN|NP)\s{{1,2}}{_TITLE}",
     rf"\b(?:[Pp]atient|[Pp]t)\.?,?\s{{1,2}}(?:name\s{{1,2}}is\s{{1,2}})?{_TITLE}\s{{1,2}}{_TITLE}",
@@ -161,8 +163,8 @@ def find_identifiers(text: str) -> dict[str, int]:
     """Count likely identifiers in a text by kind.
 
     Kinds: email, url (also IP addresses), date (more precise than a year), phone, age (above 89), number (of a record,
-    an account, a device), doctor, name, place (hospital, ward, room) and address. Masks (`___`, `XXXX`) are not counted.
-    Kinds that do not occur are absent, and the text itself is never returned.
+    an account, a device), doctor, name, place (hospital, ward, room) and address. Masks (`___`, `XXXX`) are not
+    counted. Kinds that do not occur are absent, and the text itself is never returned.
     """
     text = _MASK.sub("___", text)
     counts: dict[str, int] = {}
