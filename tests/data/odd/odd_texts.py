@@ -3,6 +3,8 @@
 python tests/data/odd/odd_texts.py    # prints how many of each are found
 """
 
+import sys
+
 IDENTIFIERS = (
     # names
     "Mr. Smith was seen.", "Mrs Jones has a cough.", "Ms. Garcia-Lopez", "Miss O'Neil", "MRS. BROWN", "John Smith, MD",
@@ -81,10 +83,13 @@ def main() -> None:
 
     found = [text for text in IDENTIFIERS if find_identifiers(text)]
     mistaken = [text for text in PHRASES if find_identifiers(text)]
-    print(f"{len(found)} of {len(IDENTIFIERS)} forms of identifiers found")
-    print(f"{len(mistaken)} of {len(PHRASES)} phrases without one mistaken")
-    print("missed:", *(repr(text) for text in IDENTIFIERS if text not in found), sep="\n  ")
-    print("mistaken:", *(f"{text!r} {find_identifiers(text)}" for text in mistaken), sep="\n  ")
+    lines = [
+        f"{len(found)} of {len(IDENTIFIERS)} forms of identifiers found",
+        f"{len(mistaken)} of {len(PHRASES)} phrases without one mistaken",
+        *(f"missed: {text!r}" for text in IDENTIFIERS if text not in found),
+        *(f"mistaken: {text!r} {find_identifiers(text)}" for text in mistaken),
+    ]
+    sys.stdout.write("\n".join(lines) + "\n")
 
 
 if __name__ == "__main__":
