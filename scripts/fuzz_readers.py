@@ -156,7 +156,7 @@ def _pickle(scratch: Path) -> Reader:
     """Return a reader of other projects' checkpoints, as in `medvl import`."""
     import torch
 
-    from medvl.export.importers.torch_reader import read_checkpoint
+    from medvl.encoders.weight_files import read_weight_file
 
     content = {
         "state_dict": {"conv.weight": torch.arange(24.0).view(2, 3, 4), "half": torch.ones(5).half()},
@@ -167,7 +167,7 @@ def _pickle(scratch: Path) -> Reader:
     for zipped, saved in ((True, content), (False, content["state_dict"])):
         torch.save(saved, scratch / "valid.pt", _use_new_zipfile_serialization=zipped)
         valid.append((scratch / "valid.pt").read_bytes())
-    return Reader(lambda path: read_checkpoint(path), valid)
+    return Reader(lambda path: read_weight_file(path), valid)
 
 
 def _table(scratch: Path) -> Reader:

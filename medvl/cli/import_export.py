@@ -46,6 +46,7 @@ def import_published(
     entities: Path | None = None,
     out: Path | None = None,
     tokenizer: Path | None = None,
+    weights: str | None = None,
     list_all: Annotated[bool, tyro.conf.arg(name="list")] = False,
 ) -> str:
     """Import a published checkpoint (GLoRIA, CheXzero, MedCLIP, ...) as a system or as encoders.
@@ -58,6 +59,7 @@ def import_published(
         entities: file of the entities that the system was trained with (medklip, mavl, kad, arl).
         out: new output folder for a checkpoint, or for image_encoder and text_encoder, with import.json.
         tokenizer: folder of the system's tokenizer; not needed for CLIP's.
+        weights: name of a set of weights in the file, where it has several: state_dict_ema, teacher.
         list_all: list the systems that can be imported.
     """
     if list_all:
@@ -65,15 +67,18 @@ def import_published(
     if not system or file is None or out is None:
         raise ConfigError("expected medvl import SYSTEM FILE --out DIR, or medvl import --list", "missing", field="out")
     if system == "stable_diffusion":
+        if weights is not None:
+            raise ConfigError("stable_diffusion is a folder of parts; leave --weights out", "conflict", field="weights")
         return _import_stable_diffusion(file, out)
     from medvl.export.importers.import_checkpoint import REPORT, import_checkpoint
 
-    options = {"text_file": text_file, "entities": entities, "tokenizer": tokenizer}
+    options = {"text_file": text_file, "entities": entities, "tokenizer": tokenizer, "weights": weights}
     imported = import_checkpoint(system, file, **options, out=out)
     reasons = sorted({*imported.left_out.values()})
     lines = [
         f"Wrote {out}: {imported.loaded} tensors loaded, {len(imported.left_out)} left out, see {REPORT}",
         *(f"  left out: {reason}" for reason in reasons),
+        *(f"  not read: {entry}: {reason}" for entry, reason in imported.beside.items() if "set" in reason),
         *(f"  zero: {name}: {reason}" for name, reason in imported.zeros.items()),
         *([f"  note: {imported.note}"] if imported.note else []),
     ]

@@ -6,6 +6,11 @@ from typing import Any, Protocol, Self
 import torch
 from torch import Tensor, nn
 
+from medvl.schema import ImageFeatures, TextFeatures
+
+for _features in (ImageFeatures, TextFeatures):  # as outputs of `torch.export` and in the files of its programs
+    torch.export.register_dataclass(_features, serialized_type_name=f"medvl.schema.{_features.__name__}")
+
 
 class Adapter(Protocol):
     """Access of an encoder to its library's module."""

@@ -37,8 +37,9 @@ class ImageConfig(SystemConfig):
     """Base of the settings of a system with an image encoder."""
 
     image_weights: str | None = None
-    """Initial weights of the image encoder: a file, a folder with one, or `OWNER/NAME@COMMIT[:FILE]` on the hub; None
-    takes those that `pretrained` selects. `create_model` reads them; a checkpoint has weights of its own."""
+    """Initial weights of the image encoder: a file, a folder with one, or `OWNER/NAME@COMMIT[:FILE]` on the hub; with
+    `#NAME` at its end for one of several sets of weights in the file. None takes those that `pretrained` selects.
+    `create_model` reads them; a checkpoint has weights of its own."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

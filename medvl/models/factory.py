@@ -10,7 +10,7 @@ from medvl.common.config_io import from_dict
 from medvl.data.tokenizer.files import has_tokenizer
 from medvl.data.tokenizer.tokenizer import Tokenizer, load_tokenizer
 from medvl.encoders.presets import TEXT_PRESETS
-from medvl.encoders.pretrained import hub_address
+from medvl.encoders.pretrained import hub_address, split_set
 from medvl.encoders.text.builders import uses_canonical_text, uses_clip_tokenizer
 from medvl.encoders.text.factory import without_folder
 from medvl.errors import ConfigError
@@ -130,7 +130,7 @@ def _words_folder(config: Any, init_from: Path | str | None) -> Path | None:
     if init_from is not None:
         return find_checkpoint(init_from) / TOKENIZER
     own = getattr(config, "text_weights", None)
-    return None if own is None else Path(own)
+    return None if own is None else Path(split_set(own)[0])
 
 
 def _from_own_weights(model: System, pretrained: bool) -> System:

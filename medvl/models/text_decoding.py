@@ -91,7 +91,7 @@ def search(
         pad_id: padding of shorter texts.
         never: ids that must not appear in a text.
     """
-    never_N = torch.tensor(sorted(never))
+    never_N = torch.tensor(sorted(never), dtype=torch.int64)  # without ids, torch would make it a float
     logits_RV = model.first()
     batch, device = len(logits_RV), logits_RV.device
     hypotheses = _Hypotheses(

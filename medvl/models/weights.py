@@ -20,6 +20,7 @@ from torch import Tensor
 from medvl.common import folders
 from medvl.common.files import MARKER, check_marker
 from medvl.common.untrusted import parse_json
+from medvl.encoders.pretrained import check_finite
 from medvl.errors import CheckpointError
 from medvl.models.allocation import AllocationLimit, elements_of
 from medvl.models.locate import MODEL_FILES, TRAIN_STATE, WEIGHT_PARTS, WEIGHTS, find_checkpoint, weight_files
@@ -35,11 +36,16 @@ def limited_allocation(folder: Path) -> AllocationLimit:
 
 
 def read_weights(folder: Path) -> dict[str, Tensor]:
-    """Return the complete weights of a checkpoint. Raises CheckpointError where they are missing or damaged."""
+    """Return the complete weights of a checkpoint.
+
+    Raises CheckpointError where they are missing or damaged, or a value is NaN or infinite ("nonfinite").
+    """
     if (folder / WEIGHT_PARTS).is_dir():
-        return join_parts(folder / WEIGHT_PARTS)
-    with _weights_errors(folder):
-        tensors: dict[str, Tensor] = safetensors.torch.load_file(folder / WEIGHTS)
+        tensors = join_parts(folder / WEIGHT_PARTS)
+    else:
+        with _weights_errors(folder):
+            tensors = safetensors.torch.load_file(folder / WEIGHTS)
+    check_finite(tensors, str(folder), CheckpointError)
     return tensors
 
 

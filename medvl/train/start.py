@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from medvl.common.files import sha256
+from medvl.encoders.pretrained import split_set
 from medvl.models.locate import find_checkpoint, weights_sha256
 
 _CHECKPOINTS = ("init_from", "image_from", "text_from", "autoencoder")
@@ -27,7 +28,8 @@ def describe_start(settings: Any, model: Any) -> dict[str, str]:
     for part, prefix in ((settings, ""), (getattr(settings, "model", None), "model.")):
         for name in _FILES:
             if (source := getattr(part, name, None)) is not None:
-                found[prefix + name] = _content(Path(source))
+                path, weights = split_set(source)
+                found[prefix + name] = _content(Path(path)) + (f"#{weights}" if weights else "")
     file = getattr(getattr(settings.data, "text", None), "file", None)
     if file is not None:
         found["data.text.file"] = _content(Path(file))

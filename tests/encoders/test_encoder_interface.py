@@ -1,6 +1,8 @@
 """Properties of every preset at tiny size, for CNNs, vision Transformers and language models."""
 
 import copy
+import dataclasses
+import io
 import itertools
 import json
 from typing import Any
@@ -271,3 +273,32 @@ def test_published_weights_are_pinned(table: dict[str, Any]) -> None:
         assert len(preset.weights.revision) == 40, name
         assert set(preset.weights.revision) <= set("0123456789abcdef"), name
         assert preset.weights.sha256 is None or len(preset.weights.sha256) == 64, name
+
+
+@pytest.mark.parametrize("name", ["resnet50", "vit_b16"])
+def test_image_encoder_is_exported_by_torch(name: str) -> None:
+    """The program returns `ImageFeatures` with the same values, also after it was saved."""
+    encoder = tiny_image(name).eval()
+    image_BCHW = pixels(encoder)
+    program = torch.export.export(encoder, (image_BCHW,))
+    compare_exported(encoder, program, image_BCHW)
+
+
+@pytest.mark.parametrize("name", ["bert", "clip_text"])
+def test_text_encoder_is_exported_by_torch(name: str) -> None:
+    encoder = tiny_text(name).eval()
+    ids_BT, mask_BT = tokens(encoder)
+    program = torch.export.export(encoder, (ids_BT, mask_BT))
+    compare_exported(encoder, program, ids_BT, mask_BT)
+
+
+def compare_exported(encoder: Any, program: Any, *inputs: Any) -> None:
+    buffer = io.BytesIO()
+    torch.export.save(program, buffer)
+    buffer.seek(0)
+    expected = encoder(*inputs)
+    for actual in (program.module()(*inputs), torch.export.load(buffer).module()(*inputs)):
+        assert type(actual) is type(expected)
+        for field in dataclasses.fields(expected):
+            ours, theirs = getattr(actual, field.name), getattr(expected, field.name)
+            assert torch.equal(ours, theirs) if isinstance(theirs, torch.Tensor) else ours == theirs, field.name

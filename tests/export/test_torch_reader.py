@@ -18,9 +18,9 @@ from helpers.published import random_tensors, shapes_of
 import medvl
 from medvl.cli import main as cli
 from medvl.encoders import ImageEncoder
+from medvl.encoders.weight_files import read_weight_file
 from medvl.errors import CheckpointError, ConfigError, WeightsError
 from medvl.export import import_checkpoint, load_encoder
-from medvl.export.importers.torch_reader import read_checkpoint
 
 TENSORS = {"conv.weight": torch.arange(24.0).view(2, 3, 4), "count": torch.tensor(7)}
 
@@ -46,10 +46,10 @@ def equal(actual: Any, expected: Any) -> bool:
 
 @pytest.mark.parametrize("wrap", [lambda t: t, lambda t: {"state_dict": t}, lambda t: {"model": t, "epoch": 3}])
 def test_wrapped_state_dicts_are_read(tmp_path: Path, wrap: Any) -> None:
-    assert equal(read_checkpoint(saved(wrap(TENSORS), tmp_path / "a.ckpt")).tensors, TENSORS)
+    assert equal(read_weight_file(saved(wrap(TENSORS), tmp_path / "a.ckpt")).tensors, TENSORS)
     old = saved(wrap(TENSORS), tmp_path / "old.pth", _use_new_zipfile_serialization=False)
     if "epoch" not in wrap(TENSORS):
-        assert equal(read_checkpoint(old).tensors, TENSORS)
+        assert equal(read_weight_file(old).tensors, TENSORS)
 
 
 def test_objects_beside_the_tensors_are_listed_and_not_built(tmp_path: Path) -> None:
@@ -63,7 +63,7 @@ def test_objects_beside_the_tensors_are_listed_and_not_built(tmp_path: Path) -> 
         "module": layer,
         "counts": collections.defaultdict(int, {"a": 1}),
     }
-    checkpoint = read_checkpoint(saved(content, tmp_path / "last.ckpt"))
+    checkpoint = read_weight_file(saved(content, tmp_path / "last.ckpt"))
     assert equal(checkpoint.tensors, layer.state_dict())
     assert {"argparse.Namespace", "torch.nn.modules.linear.Linear", "collections.defaultdict"} <= set(checkpoint.blanks)
 
@@ -80,7 +80,7 @@ def test_views_ties_dtypes_and_parameters_are_kept(tmp_path: Path) -> None:
         "flags": table > 0,
         "none": torch.empty(0, 3),
     }
-    tensors = read_checkpoint(saved(content, tmp_path / "a.pt")).tensors
+    tensors = read_weight_file(saved(content, tmp_path / "a.pt")).tensors
     assert equal(tensors, content)
     assert {key: tensor.dtype for key, tensor in tensors.items()} == {key: t.dtype for key, t in content.items()}
     assert tensors["tied"].data_ptr() == tensors["table"].data_ptr()
@@ -93,7 +93,7 @@ def test_expanded_tensors_are_refused(tmp_path: Path, zipped: bool) -> None:
     tensors = {**TENSORS, "huge": torch.zeros(1).expand(1 << 40)}
     path = saved(tensors, tmp_path / "a.ckpt", _use_new_zipfile_serialization=zipped)
     with raises(WeightsError, "unsupported", names="huge"):
-        read_checkpoint(path)
+        read_weight_file(path)
 
 
 @pytest.mark.parametrize("zipped", [True, False])
@@ -101,8 +101,8 @@ def test_hostile_file_is_refused_and_never_run(tmp_path: Path, zipped: bool) -> 
     trace = tmp_path / "trace"
     content = {"state_dict": TENSORS, "hyper_parameters": Evil(trace)}
     path = saved(content, tmp_path / "evil.ckpt", _use_new_zipfile_serialization=zipped)
-    with pytest.raises(WeightsError, match="refers to posix.mkdir" if zipped else "cannot read tensors of"):
-        read_checkpoint(path)
+    with pytest.raises(WeightsError, match="refers to posix.mkdir"):
+        read_weight_file(path)
     assert not trace.exists()
 
 
@@ -113,7 +113,7 @@ def test_builtins_that_run_code_are_refused(tmp_path: Path) -> None:
             return (eval, ("1",))
 
     with raises(WeightsError, "unsupported", names="__builtin__.eval"):
-        read_checkpoint(saved({"a": torch.zeros(1), "b": Runs()}, tmp_path / "a.pt"))
+        read_weight_file(saved({"a": torch.zeros(1), "b": Runs()}, tmp_path / "a.pt"))
 
 
 def damaged(path: Path, change: Any) -> Path:
@@ -148,28 +148,30 @@ def damaged(path: Path, change: Any) -> Path:
 def test_damaged_archive_error_names_the_file(tmp_path: Path, change: Any, code: str) -> None:
     path = damaged(saved(TENSORS, tmp_path / "a.pt"), change)
     with raises(WeightsError, code, names="a.pt"):
-        read_checkpoint(path)
+        read_weight_file(path)
 
 
 def test_files_without_a_state_dict_are_refused(tmp_path: Path) -> None:
     with raises(WeightsError, "not_found", names="none.pt"):
-        read_checkpoint(tmp_path / "none.pt")
+        read_weight_file(tmp_path / "none.pt")
     with raises(WeightsError, "not_found", names="is a folder"):
-        read_checkpoint(tmp_path)
+        read_weight_file(tmp_path)
     with raises(WeightsError, "mismatch", names="list.pt"):
-        read_checkpoint(saved([1, 2], tmp_path / "list.pt"))
+        read_weight_file(saved([1, 2], tmp_path / "list.pt"))
     with raises(WeightsError, "mismatch", names="'name'"):
-        read_checkpoint(saved({"a": torch.zeros(1), "name": "x"}, tmp_path / "mixed.pt"))
+        read_weight_file(saved({"a": torch.zeros(1), "name": "x"}, tmp_path / "mixed.pt"))
     with zipfile.ZipFile(tmp_path / "model.zip", "w") as archive:
         archive.writestr("pytorch_model.bin", b"")
     with raises(WeightsError, "malformed", names="pytorch_model.bin"):
-        read_checkpoint(tmp_path / "model.zip")
+        read_weight_file(tmp_path / "model.zip")
 
 
 def test_several_state_dicts_side_by_side_are_read(tmp_path: Path) -> None:
     content = {"image_encoder": {"a": torch.ones(1)}, "text_encoder": {"a": torch.zeros(1)}, "epoch": 3}
-    tensors = read_checkpoint(saved(content, tmp_path / "kad.pt"), ("image_encoder", "text_encoder")).tensors
-    assert list(tensors) == ["image_encoder/a", "text_encoder/a"]
+    parts = ("image_encoder", "text_encoder")
+    found = read_weight_file(saved(content, tmp_path / "kad.pt"), parts=parts)
+    assert list(found.tensors) == ["image_encoder/a", "text_encoder/a"]
+    assert found.beside == {"epoch": "no weights of the model"}
 
 
 def biovil(tmp_path: Path) -> Path:
@@ -190,7 +192,7 @@ def test_import_command_writes_encoders_that_load(tmp_path: Path, capsys: pytest
     encoder = load_encoder(tmp_path / "out" / "image_encoder")
     assert isinstance(encoder, ImageEncoder)
     assert (encoder.mean, encoder.std, encoder.image_size) == ((0.0,) * 3, (1.0,) * 3, (480, 480))
-    tensors = read_checkpoint(tmp_path / "b.pt").tensors
+    tensors = read_weight_file(tmp_path / "b.pt").tensors
     assert torch.equal(encoder.get_parameter("backbone.conv1.weight"), tensors["encoder.encoder.conv1.weight"].float())
     reloaded = medvl.encoders.create_image_encoder("resnet50", pretrained=tmp_path / "out" / "image_encoder")
     assert torch.equal(reloaded.backbone.conv1.weight, encoder.backbone.conv1.weight)
@@ -202,7 +204,7 @@ def test_import_command_writes_encoders_that_load(tmp_path: Path, capsys: pytest
 
 def test_safetensors_files_are_read(tmp_path: Path) -> None:
     safetensors.torch.save_file(TENSORS, tmp_path / "a.safetensors")
-    assert equal(read_checkpoint(tmp_path / "a.safetensors").tensors, TENSORS)
+    assert equal(read_weight_file(tmp_path / "a.safetensors").tensors, TENSORS)
 
 
 def test_folder_without_an_encoder_is_refused(tmp_path: Path) -> None:

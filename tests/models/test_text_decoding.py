@@ -156,6 +156,14 @@ def test_length_penalty_lengthens_texts() -> None:
     assert lengths[0] < lengths[2]
 
 
+def test_search_that_forbids_nothing_is_greedy_over_all_ids() -> None:
+    best_B = Bigrams(9, 4, seed=4).first().argmax(dim=1)
+    assert {*NEVER} & {*best_B.tolist()}
+    found = search(Bigrams(9, 4, seed=4), Decoding(beams=1), max_tokens=1, end_id=END, pad_id=PAD, never=())
+    assert torch.equal(found.ended_B, best_B == END)
+    assert torch.equal(found.ids_BT[~found.ended_B, 0], best_B[best_B != END])
+
+
 @pytest.mark.parametrize(("field", "value"), [("beams", 0), ("max_tokens", 0), ("length_penalty", -1.0)])
 def test_decoding_rejects_values_out_of_range(field: str, value: Any) -> None:
     with raises(ConfigError, "out_of_range", field):

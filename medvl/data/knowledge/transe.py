@@ -236,4 +236,6 @@ def load_embeddings(graph: KnowledgeGraph, folder: Path | str) -> Tensor:
     if metadata.get("knowledge_sha256") != graph.sha256 or len(entities_ED) != len(graph.identifiers):
         message = f"{path} belongs to another graph: train again with `medvl knowledge train --folder {folder}`"
         raise CorpusError(message, "mismatch")
+    if not entities_ED.isfinite().all():
+        raise CorpusError(f"{path} has NaN or infinite vectors: train them again", "nonfinite")
     return entities_ED

@@ -29,11 +29,12 @@ from medvl.encoders.pretrained import (
     CLIP_TEXT_PARTS,
     KeyMap,
     Pretrained,
+    fitting_keys,
     load_strictly,
-    locate_weights,
-    read_tensors,
+    read_source,
     read_url,
     unused_blocks,
+    with_set,
 )
 from medvl.errors import ConfigError, WeightsError
 
@@ -42,12 +43,14 @@ _PATCHES = "patches"
 _PIXELHOP = "pixelhop"
 _TEXT_KEYS = (*CLIP_TEXT_PARTS, "text_projection", "text.", *CLIP_SCALARS)
 """Key prefixes of an open_clip checkpoint outside its image encoder."""
+_ROOTS = ("backbone.", "visual.")
 
 
 def create_image_encoder(
     name: str,
     *,
     pretrained: Pretrained = False,
+    weights: str | None = None,
     in_channels: int = 3,
     image_size: int | Size | None = None,
     stretch: bool = False,
@@ -64,6 +67,7 @@ def create_image_encoder(
         name: a preset, or a model of timm, torchvision or open_clip (see the module's docstring).
         pretrained: weights to load (see `medvl.encoders.pretrained`). Random weights are drawn as the library does it,
             from torch's global generator: seed it.
+        weights: name of a set of weights in the file, where it has several: `state_dict_ema`, `teacher`.
         in_channels: 3, or 1 to sum the stem's weights over RGB and average `mean` and `std`. A grey image then gives
             the same features as its RGB copy if the channels share their statistics.
         image_size: side or (height, width), by default the preset's or the library's. Learnt positions are interpolated
@@ -80,8 +84,10 @@ def create_image_encoder(
     Raises:
         ConfigError: the name or an argument is unknown ("unknown_name", with the nearest names in the message) or out
             of range ("out_of_range"), or image_size does not divide into patches ("mismatch").
-        WeightsError: the weights are not available ("not_found") or do not fit ("mismatch").
+        WeightsError: the weights are not available ("not_found"), do not fit ("mismatch"), have values that are not
+            finite ("nonfinite"), or the file has several sets of them ("conflict").
     """
+    pretrained = with_set(pretrained, weights)
     library, model, preset = _resolve(name)
     if name == _PIXELHOP and not arguments and not isinstance(pretrained, bool):
         arguments = pixelhop_arguments(pretrained)
@@ -201,8 +207,9 @@ def _load(
     if pretrained is True and preset is None and vision.url is not None:
         source, tensors = vision.url, read_url(vision.url)
     else:
-        path = locate_weights(options.name, pretrained, published, preset.note if preset else vision.note)
-        source, tensors = str(path), read_tensors(path)
+        note = preset.note if preset else vision.note
+        source, tensors = read_source(options.name, pretrained, published, note)
+    tensors = fitting_keys(tensors, lambda keys: _count_fitting(keys, vision))
     if any(key.startswith("backbone.") for key in tensors):
         encoder = ImageEncoder(vision, options)
         load_strictly(encoder, tensors, KeyMap(layouts=[[("backbone.", "backbone.")]]), source)
@@ -224,3 +231,10 @@ def _load(
         vision.adapter.resize(vision.net, vision.image_size)
         load_strictly(vision.net, tensors, keys, source)
     return ImageEncoder(vision, options)
+
+
+def _count_fitting(keys: Sequence[str], vision: VisionBackbone) -> int:
+    """Return how many keys are those of the model: alone, in medvl's file, or in that of a whole open_clip model."""
+    names, heads = vision.net.state_dict().keys(), tuple(vision.ignored_heads)
+    bare = [key.partition(".")[2] if key.startswith(_ROOTS) else key for key in keys]
+    return sum(name in names or key.startswith(heads) for key, name in zip(keys, bare, strict=True))

@@ -24,8 +24,10 @@ from medvl.encoders.pretrained import (
     Pretrained,
     load_strictly,
     locate_weights,
-    read_tensors,
+    read_source,
+    split_set,
     unused_blocks,
+    with_set,
 )
 from medvl.encoders.text.adapters import ClipAdapter, TextBackbone
 from medvl.encoders.text.builders import build_hugging_face, build_open_clip, build_static, parse_fields, read_folder
@@ -49,6 +51,7 @@ def create_text_encoder(
     name: str | Path,
     *,
     pretrained: Pretrained = False,
+    weights: str | None = None,
     vocab_size: int | None = None,
     pad_id: int | None = None,
     layers: Sequence[int] = (-1,),
@@ -64,6 +67,7 @@ def create_text_encoder(
         name: a preset, `hf:TYPE`, a local folder, `open_clip:NAME` or `static` (see the module's docstring).
         pretrained: weights to load (see `medvl.encoders.pretrained`). Random weights are drawn as the library does it,
             from torch's global generator: seed it.
+        weights: name of a set of weights in the file, where it has several: `state_dict_ema`, `teacher`.
         vocab_size, pad_id: number of token ids, and id of padding. Default: the preset's.
         layers: states that are combined into `tokens_BTD`: 0 the embeddings, 1 the first layer, -1 the last. GLoRIA
             sums the last four, MedCLIP averages (1, 2, -1).
@@ -79,8 +83,10 @@ def create_text_encoder(
     Raises:
         ConfigError: the name or an argument is unknown ("unknown_name", with the nearest names in the message) or out
             of range ("out_of_range").
-        WeightsError: the weights are not available ("not_found") or do not fit ("mismatch").
+        WeightsError: the weights are not available ("not_found"), do not fit ("mismatch"), have values that are not
+            finite ("nonfinite"), or the file has several sets of them ("conflict").
     """
+    pretrained = with_set(pretrained, weights)
     family, model, preset, fields = _resolve(str(name))
     folder = _folder(str(name))
     options = TextOptions(
@@ -213,7 +219,8 @@ def _load(encoder: TextEncoder, language: TextBackbone, preset: TextPreset | Non
             need = f"need pad_id {published} (positions count from it), got {encoder.pad_id}"
             message = f"published weights of {encoder.name} {need}: use its own tokenizer, or random weights"
             raise ConfigError(message, "conflict", field="pad_id")
-    path = locate_weights(encoder.name, pretrained, preset.weights if preset else None, preset.note if preset else "")
+    published, note = (preset.weights, preset.note) if preset else (None, "")
+    source, tensors = read_source(encoder.name, pretrained, published, note)
     names = [name for name, _ in language.net.named_parameters()]
     upper = [] if language.block_prefix is None else unused_blocks(language.block_prefix, names)
     keys = KeyMap(
@@ -222,11 +229,12 @@ def _load(encoder: TextEncoder, language: TextBackbone, preset: TextPreset | Non
         ignored_names=[*_NOT_BUILT, *(f"backbone.{block}" for block in upper)],
     )
     try:
-        load_strictly(encoder, read_tensors(path), keys, str(path))
+        load_strictly(encoder, tensors, keys, source)
     except WeightsError as error:
-        if preset is None or not (Path(str(pretrained)) / "config.json").is_file():
+        folder = split_set(pretrained)[0]
+        if error.code != "mismatch" or preset is None or not (Path(folder) / "config.json").is_file():
             raise
-        advice = f"text_encoder {str(pretrained)!r} takes its sizes from the folder of these weights"
+        advice = f"text_encoder {folder!r} takes its sizes from the folder of these weights"
         raise WeightsError(f"{error}; {advice}", error.code) from error
 
 

@@ -12,6 +12,7 @@ from typing import BinaryIO
 import numpy as np
 import torch
 
+from medvl.common.untrusted import ANYWHERE
 from medvl.errors import WeightsError
 
 _MAX_DIMENSION = 4096
@@ -70,9 +71,9 @@ def fill_word_vectors(table: torch.Tensor, path: Path, vocabulary: Mapping[str, 
 
 def _open(path: Path) -> BinaryIO:
     try:
-        return path.open("rb")
-    except OSError as error:
-        raise WeightsError(f"{path} cannot be opened: {error.strerror}", "unreadable") from None
+        return ANYWHERE.open(path, WeightsError)
+    except FileNotFoundError:
+        raise WeightsError(f"{path} does not exist: give a file of word vectors", "unreadable") from None
 
 
 def _read_format(file: BinaryIO, path: Path) -> _Format:

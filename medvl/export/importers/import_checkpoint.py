@@ -16,12 +16,13 @@ from medvl.common.folders import new_folder, write_json
 from medvl.common.untrusted import parse_json
 from medvl.data.tokenizer.tokenizer import Tokenizer, load_tokenizer
 from medvl.encoders import ImageEncoder, TextEncoder, create_image_encoder, create_text_encoder
+from medvl.encoders.pretrained import check_values, fitting_keys
+from medvl.encoders.weight_files import copies, file_in_folder, read_weight_file, several_sets
 from medvl.errors import CheckpointError, ConfigError, WeightsError
 from medvl.export.importers.encoders_from_shapes import Encoders, build_encoders, with_image_processor
 from medvl.export.importers.importer import Importer
-from medvl.export.importers.key_map import MappedTensors, to_medvl, without_wrapper
+from medvl.export.importers.key_map import MappedTensors, count_covered, to_medvl, without_wrapper
 from medvl.export.importers.registry import find_importer, list_importers, matching_importers
-from medvl.export.importers.torch_reader import read_checkpoint
 from medvl.models import checkpoint, create_model
 from medvl.models.allocation import AllocationLimit
 from medvl.models.base import System
@@ -46,6 +47,10 @@ class Imported:
     """Key of the file -> reason."""
     zeros: Mapping[str, str]
     """medvl tensor that is set to zero because the file has none -> why the result is the same."""
+    beside: Mapping[str, str]
+    """Entry of the file outside of the weights, such as an optimizer's state or another set of weights -> reason."""
+    weights: str
+    """Name of the set of weights that was read; `.` for the top of the file."""
     blanks: Sequence[str]
     """Types of the objects in the file that were skipped."""
     sha256: str
@@ -69,18 +74,20 @@ def import_checkpoint(
     text_file: Path | str | None = None,
     entities: Path | str | None = None,
     tokenizer: Tokenizer | Path | str | None = None,
+    weights: str | None = None,
     out: Path | str | None = None,
 ) -> Imported:
     """Load a published checkpoint as a medvl system, or as encoders where medvl does not have the system.
 
     Args:
         system: name of an importer (`list_importers`), or `open_clip:NAME`.
-        file: safetensors, or a file written by `torch.save`; no code in it is run.
+        file: safetensors, or a file written by `torch.save`, or a folder with one; no code in it is run.
         text_file: the text model's file, for systems that were published in two (BioViL, BioViL-T), or without their
             text encoder (MedKLIP, MAVL).
         entities: file with the entities of the system's training, which its checkpoint does not hold (MedKLIP,
             MAVL, KAD, ARL).
         tokenizer: the system's tokenizer or its folder; without it, only systems with CLIP's vocabulary take strings.
+        weights: name of a set of weights in `file`, where it has several: `state_dict_ema`, `teacher`.
         out: new folder. A system becomes a checkpoint for `medvl.load`; encoders become folders `image_encoder` and
             `text_encoder` for `load_encoder`. `import.json` lists what was left out and why.
 
@@ -88,16 +95,28 @@ def import_checkpoint(
         ConfigError: there is no such importer, `out` exists, the tokenizer does not fit, or a second file is missing,
             malformed or not wanted.
         WeightsError: the file cannot be read or belongs to another system; the message names the first differences.
+            "conflict": it has several sets of weights. "nonfinite": a value is NaN or infinite.
     """
-    importer, path = find_importer(system), Path(file)
+    importer, path = find_importer(system), file_in_folder(Path(file))
     _check_files(importer, text_file, entities)
-    files = [path] if text_file is None else [path, Path(text_file)]
-    contents = [read_checkpoint(each, importer.parts) for each in files]
-    tensors = {key: tensor for content in contents for key, tensor in without_wrapper(content.tensors).items()}
+    files = [path] if text_file is None else [path, file_in_folder(Path(text_file))]
+    chosen = [weights, None][: len(files)]
+    contents = [
+        read_weight_file(each, weights=name, parts=importer.parts) for each, name in zip(files, chosen, strict=True)
+    ]
+    tensors: dict[str, Tensor] = {}
+    for each, content in zip(files, contents, strict=True):
+        own = fitting_keys(without_wrapper(content.tensors), lambda keys: count_covered(keys, importer.table))
+        twice = [key for key in own if key in tensors and not torch.equal(tensors[key], own[key])]
+        if twice:
+            message = f"{twice[0]} is in {path} and in {each}: give the image model's file and the text model's"
+            raise WeightsError(message, "conflict", field="text_file")
+        tensors |= own
     source = " and ".join(map(str, files))
     model, mapped, zeros = match_checkpoint(tensors, importer, source, tokenizer, entities, path.parent)
     state = model.state_dict()
     zero = {name: torch.zeros_like(state[name]) for name in zeros}
+    check_values(mapped.tensors, state, source)
     model.load_state_dict({**state, **mapped.tensors, **zero})
     imported = Imported(
         model=model.eval(),
@@ -105,9 +124,11 @@ def import_checkpoint(
         loaded=len(mapped.tensors),
         left_out=mapped.left_out,
         zeros=zeros,
+        beside={key: reason for content in contents for key, reason in content.beside.items()},
+        weights=contents[0].weights,
         blanks=sorted({blank for content in contents for blank in content.blanks}),
         sha256=sha256(path),
-        text_sha256=None if text_file is None else sha256(Path(text_file)),
+        text_sha256=None if text_file is None else sha256(files[1]),
         entities_sha256=None if entities is None else sha256(Path(entities)),
         note=importer.note,
     )
@@ -172,6 +193,9 @@ def match_checkpoint(
         elif state[name].shape != tensor.shape:
             problems.append(f"{keys} is {tuple(tensor.shape)}, expected {tuple(state[name].shape)}")
     if problems:
+        sets = copies({key: tensor.shape for key, tensor in tensors.items()})
+        if sets and not all(count_covered([key], importer.table) for key in tensors if key.startswith(f"{sets[1]}.")):
+            raise several_sets(source, sets)
         raise _mismatch(tensors, importer, source, problems)
     return model, mapped, zeros
 

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from medvl.common.untrusted import parse_json
 from medvl.data.tokenizer.tokenizer import load_tokenizer
+from medvl.encoders.pretrained import check_values
 from medvl.errors import WeightsError
 from medvl.export.importers.backbones import TEXT, hugging_face_clip_text
 from medvl.export.importers.key_map import counter, fixed, to_medvl
@@ -160,4 +161,5 @@ def _load(module: Any, tensors: Mapping[str, Tensor], folder: Path) -> None:
     if wrong:
         message = f"{folder} does not fit: {', '.join(wrong[:4])}{' ...' if len(wrong) > 4 else ''}"
         raise WeightsError(message, "mismatch")
+    check_values(tensors, module.state_dict(), str(folder))
     module.load_state_dict(dict(tensors))

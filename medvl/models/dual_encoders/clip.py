@@ -10,10 +10,10 @@ from torch import Tensor
 from medvl import losses
 from medvl.common.checks import check_within
 from medvl.data.tokenizer.tokenizer import Tokenizer
-from medvl.encoders.pretrained import read_tensors
+from medvl.encoders.pretrained import check_values
 from medvl.errors import ConfigError, WeightsError
 from medvl.models.dual_encoders.bases.base import Positives
-from medvl.models.dual_encoders.bases.build import create_clip_encoders, create_heads, load_text_head, whole_model_file
+from medvl.models.dual_encoders.bases.build import create_clip_encoders, create_heads, load_text_head, read_whole_model
 from medvl.models.dual_encoders.bases.pairs import Pairs, gather_global
 from medvl.models.dual_encoders.bases.scale import LearnedScale, ScaleConfig
 from medvl.models.registry import register_system
@@ -73,11 +73,12 @@ class CLIP(LearnedScale):
         transform = config.transform(stored_size=config.stored_size)
         heads = create_heads(config, *encoders)
         model = cls(config, *encoders, *heads, transform=transform, tokenizer=tokenizer)
-        path = whole_model_file(config) if pretrained else None
-        if path is not None:
-            tensors = {key.removeprefix("module."): tensor for key, tensor in read_tensors(path).items()}
-            load_text_head(model.text_head, tensors, str(path))
-            model.load_scalars(tensors, str(path))
+        whole = read_whole_model(config) if pretrained else None
+        if whole is not None:
+            source, tensors = whole
+            load_text_head(model.text_head, tensors, source)
+            check_values(tensors, dict(model.named_parameters(recurse=False)), source)
+            model.load_scalars(tensors, source)
             model.clamp_scale()
         return model
 

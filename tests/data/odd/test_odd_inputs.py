@@ -10,7 +10,9 @@ import json
 import subprocess
 import sys
 import tarfile
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import odd_dicom
@@ -20,8 +22,12 @@ import odd_labels
 import odd_tables
 import odd_tars
 import odd_texts
+import odd_weights
 import pytest
+import torch
 from helpers.errors import raises
+from helpers.published import random_tensors, shapes_of
+from torch import Tensor
 
 from medvl.cli import main as cli
 from medvl.common.untrusted import ANYWHERE
@@ -29,8 +35,10 @@ from medvl.data import EntityFinder, decode_image, label_report, mention_values,
 from medvl.data.corpora.common.spreadsheet import read_sheet
 from medvl.data.shards.format import Manifest, split_folders
 from medvl.data.shards.source import ShardSource
-from medvl.errors import CorpusError, EvaluationError, ImageError
+from medvl.encoders import create_image_encoder
+from medvl.errors import CorpusError, EvaluationError, ImageError, MedvlError, WeightsError
 from medvl.eval import load_prompts, read_predictions
+from medvl.export import load_encoder
 from medvl.inference.generation import prompts_of_file
 
 
@@ -332,3 +340,90 @@ def test_identifiers_in_texts_are_counted_and_phrases_of_reports_are_not(
     assert warned["identifiers"] >= len(found)
     assert warned["phrases"] == 0
     assert "possible_name" in Manifest.read(tmp_path / "identifiers" / "train").warnings
+
+
+def tiny_resnet(**options: Any) -> Any:
+    torch.manual_seed(0)
+    return create_image_encoder("resnet18", layers=(1, 1, 1, 1), channels=(8, 16, 24, 32), **options).eval()
+
+
+@pytest.fixture(scope="module")
+def weights() -> dict[str, Tensor]:
+    """Weights of a tiny ResNet without counters, other than those that its factory draws."""
+    torch.manual_seed(5)
+    return {
+        name: torch.rand(tensor.shape) + 0.5
+        for name, tensor in tiny_resnet().backbone.state_dict().items()
+        if tensor.is_floating_point()
+    }
+
+
+def loads(expected: Mapping[str, Tensor], factor: float = 1, tolerance: float = 0, **options: Any) -> bool:
+    state = tiny_resnet(**options).backbone.state_dict()
+    return all(torch.allclose(state[name], factor * tensor, rtol=tolerance) for name, tensor in expected.items())
+
+
+def test_files_of_weights_are_read_exactly(weights: dict[str, Tensor], tmp_path: Path) -> None:
+    cases = {**{name: (write, 0) for name, write in odd_weights.EXACT.items()},
+             **{name: (write, 0.01) for name, write in odd_weights.CLOSE.items()}}  # fmt: skip
+    wrong = []
+    for number, (name, (write, tolerance)) in enumerate(cases.items()):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        try:
+            right = loads(weights, tolerance=tolerance, pretrained=write(weights, folder))
+        except MedvlError as error:
+            right, name = False, f"{name}: {error}"
+        wrong += [] if right else [name]
+    assert wrong == []
+
+
+@pytest.mark.parametrize("name", odd_weights.SETS)
+def test_one_of_several_sets_of_weights_is_chosen_by_its_name(
+    weights: dict[str, Tensor], tmp_path: Path, name: str
+) -> None:
+    write, (plain, copy) = odd_weights.SETS[name]
+    path = write(weights, tmp_path)
+    with raises(WeightsError, "conflict", "weights", names=copy) as caught:
+        tiny_resnet(pretrained=path)
+    assert plain in str(caught.value)
+    assert loads(weights, pretrained=path, weights=plain)
+    assert loads(weights, 2, pretrained=path, weights=copy)
+    assert loads(weights, 2, pretrained=f"{path}#{copy}")
+    with raises(WeightsError, "unknown_name", "weights", names=copy):
+        tiny_resnet(pretrained=path, weights="none")
+
+
+@pytest.mark.parametrize("name", odd_weights.REFUSED)
+def test_what_is_no_usable_file_of_weights_is_refused_by_name(
+    weights: dict[str, Tensor], tmp_path: Path, name: str
+) -> None:
+    write, code, words = odd_weights.REFUSED[name]
+    with raises(WeightsError, code, names=words):
+        tiny_resnet(pretrained=write(weights, tmp_path))
+
+
+def test_import_reads_one_set_of_weights_and_lists_the_others(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tensors = random_tensors(shapes_of("biovil_image"))
+    averaged = {key: tensor * 2 if tensor.is_floating_point() else tensor for key, tensor in tensors.items()}
+    torch.save({"model": tensors, "model_ema": averaged, "epoch": 3}, tmp_path / "b.pt")
+    refused = medvl(capsys, "import", "biovil_image", tmp_path / "b.pt", "--out", tmp_path / "a")
+    assert refused.status != 0
+    assert "several sets of weights: model, model_ema" in refused.err
+    assert not (tmp_path / "a").exists()
+    done = medvl(
+        capsys, "import", "biovil_image", tmp_path / "b.pt", "--weights", "model_ema", "--out", tmp_path / "ema"
+    )
+    assert done.status == 0
+    assert "not read: model: another set of weights" in done.out
+    report = json.loads((tmp_path / "ema" / "import.json").read_text())
+    assert report["weights"] == "model_ema"
+    assert report["beside"] == {"model": "another set of weights", "epoch": "no weights of the model"}
+    stem = load_encoder(tmp_path / "ema" / "image_encoder").get_parameter("backbone.conv1.weight")
+    assert torch.equal(stem, averaged["encoder.encoder.conv1.weight"])
+    torch.save({**tensors, "encoder.encoder.conv1.weight": stem.detach() * torch.inf}, tmp_path / "nan.pt")
+    broken = medvl(capsys, "import", "biovil_image", tmp_path / "nan.pt", "--out", tmp_path / "nan")
+    assert broken.status != 0
+    assert "NaN or infinite" in broken.err

@@ -8,7 +8,7 @@ from medvl.common.seeding import seeded
 from medvl.data.convert.regions import RegionDetector
 from medvl.data.transforms.image import EvalTransform
 from medvl.encoders import create_image_encoder, read_tensors
-from medvl.encoders.pretrained import Pretrained
+from medvl.encoders.pretrained import Pretrained, split_set
 from medvl.errors import ConfigError, WeightsError
 from medvl.models.base import System
 from medvl.models.checkpoint import load
@@ -70,9 +70,10 @@ def create_region_detector(
         raise ConfigError(message, "missing" if weights is None else "conflict", field="weights")
     if name.startswith(_TORCHVISION):
         _refuse_tokens(name, all_tokens)
-        if weights is not None and not Path(weights).is_file():
-            raise WeightsError(f"{weights} does not exist: give a local file", "not_found", field="weights")
-        tensors = None if weights is None else read_tensors(Path(weights))
+        file, chosen = (None, None) if weights is None else split_set(weights)
+        if file is not None and not Path(file).is_file():
+            raise WeightsError(f"{file} does not exist: give a local file", "not_found", field="weights")
+        tensors = None if file is None else read_tensors(Path(file), chosen)
         return FasterRCNNRegions(name, tensors, selection, class_names, device)
     source: Pretrained = False if weights is None else weights == "published" or weights
     with seeded(0):

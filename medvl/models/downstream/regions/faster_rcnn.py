@@ -14,7 +14,7 @@ from torch import Tensor
 from medvl.common.seeding import seeded
 from medvl.data.shards.regions import Regions
 from medvl.encoders.box_codes import relative_boxes
-from medvl.encoders.pretrained import weights_sha256
+from medvl.encoders.pretrained import check_values, weights_sha256
 from medvl.errors import ConfigError, WeightsError
 from medvl.models.downstream.regions.selection import RegionSelection, suppress
 
@@ -138,6 +138,7 @@ def _create(name: str, tensors: Mapping[str, Tensor] | None) -> Any:
     with seeded(0):
         net = models.get_model(name, weights=None, weights_backbone=None, num_classes=classes)
     if tensors is not None:
+        check_values(tensors, net.state_dict(), f"the file of {name}")
         try:
             net.load_state_dict(dict(tensors), strict=True)
         except RuntimeError as error:

@@ -11,7 +11,6 @@ Tensors of an open_clip state dict and their places in the model:
 """
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
@@ -20,7 +19,7 @@ from medvl.data.tokenizer.tokenizer import Tokenizer
 from medvl.encoders import ImageEncoder, TextEncoder, create_image_encoder, create_text_encoder
 from medvl.encoders.image.factory import image_has_projection
 from medvl.encoders.presets import IMAGE_PRESETS, TEXT_PRESETS
-from medvl.encoders.pretrained import KeyMap, Pretrained, load_strictly, locate_weights
+from medvl.encoders.pretrained import CLIP_SCALARS, KeyMap, Pretrained, fitting_keys, load_strictly, read_source
 from medvl.encoders.text.factory import text_has_projection
 from medvl.errors import ConfigError
 
@@ -81,14 +80,21 @@ def load_text_head(head: nn.Module, tensors: Mapping[str, Tensor], source: str) 
         load_strictly(head, own, KeyMap(layouts=[[("text.proj.", "")]]), source)
 
 
-def whole_model_file(config: Any) -> Path | None:
-    """Return the one file with the pretrained weights of the whole model; None where each encoder has its own."""
+def read_whole_model(config: Any) -> tuple[str, dict[str, Tensor]] | None:
+    """Return the source, for messages, and the tensors of the one file with the pretrained weights of the whole model.
+
+    None where each encoder has its own.
+    """
     if config.weights is not None:
-        return locate_weights(config.image_encoder, config.weights, None)
-    presets: Any = IMAGE_PRESETS.get(config.image_encoder), TEXT_PRESETS.get(config.text_encoder)
-    published = {None if preset is None else preset.weights for preset in presets}
-    weights = published.pop()
-    return None if published or weights is None else locate_weights(config.image_encoder, True, weights)
+        source, tensors = read_source(config.image_encoder, config.weights, None)
+    else:
+        presets: Any = IMAGE_PRESETS.get(config.image_encoder), TEXT_PRESETS.get(config.text_encoder)
+        published = {None if preset is None else preset.weights for preset in presets}
+        weights = published.pop()
+        if published or weights is None:
+            return None
+        source, tensors = read_source(config.image_encoder, True, weights)
+    return source, fitting_keys(tensors, lambda keys: sum(key in CLIP_SCALARS for key in keys))
 
 
 def _merged(field: str, settings: Mapping[str, Any], config: Any) -> dict[str, Any]:

@@ -1,35 +1,36 @@
-"""Reader of tensors that `torch.save` wrote, without unpickling.
+"""Files that `torch.save` wrote, read without unpickling.
 
 Published checkpoints hold more than tensors: Lightning's hyperparameters, a training configuration (OmegaConf), an
 optimizer. torch's safe loader refuses such a file, and the unsafe one runs any code in it. This reader follows the
-pickle's instructions one by one (`medvl.data.corpora.common.pickle_reader`) and imports and calls nothing: it builds
-dictionaries, lists, texts, numbers and the addresses of tensors, and skips any other object. Objects of packages that
-no training checkpoint needs end the reading with an error.
+pickle's instructions one by one (`medvl.common.plain_pickle`) and imports and calls nothing: it builds dictionaries,
+lists, texts, numbers and the addresses of tensors, and skips any other object. Objects of packages that no training
+checkpoint needs end the reading with an error.
 """
 
+import contextlib
 import dataclasses
 import math
 import struct
 import sys
 import zipfile
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 import torch
 from torch import Tensor
 
-from medvl.data.corpora.common.pickle_reader import PickleReader
-from medvl.encoders.pretrained import read_tensors
+from medvl.common.plain_pickle import PickleReader
 from medvl.errors import CorpusError, WeightsError
 
-_WRAPPERS = ("state_dict", "model", "model_state_dict")
 _PACKAGES = frozenset(
     {
-        *("_codecs", "argparse", "collections", "copy_reg", "copyreg", "datetime", "easydict", "enum", "functools"),
-        *("lightning", "numpy", "omegaconf", "pathlib", "pytorch_lightning", "ruamel", "sacred", "timm", "torch"),
-        *("torchvision", "transformers", "typing", "yacs"),
+        *("_codecs", "accelerate", "addict", "apex", "argparse", "collections", "copy_reg", "copyreg", "dataclasses"),
+        *("datetime", "deepspeed", "detectron2", "easydict", "enum", "fairseq", "functools", "fvcore", "lightning"),
+        *("ml_collections", "mmcv", "mmengine", "monai", "munch", "numpy", "omegaconf", "open_clip", "pathlib"),
+        *("pytorch_lightning", "ruamel", "sacred", "timm", "torch", "torchmetrics", "torchvision", "transformers"),
+        *("typing", "yacs"),
     }
 )
 """Packages whose objects may appear in a checkpoint beside the tensors; all of them are skipped."""
@@ -53,6 +54,7 @@ _STORAGES = {
 }
 _TENSOR = ("torch._utils._rebuild_tensor", "torch._utils._rebuild_tensor_v2")
 _PARAMETER = ("torch._utils._rebuild_parameter", "torch._utils._rebuild_parameter_with_state")
+_SUBCLASS = "torch._tensor._rebuild_from_type_v2"
 _BYTES = ("STRING", "BINSTRING", "SHORT_BINSTRING", "BINBYTES", "SHORT_BINBYTES", "BINBYTES8")
 _LONGEST_PICKLE = 1 << 28
 _DAMAGE_ERRORS = (
@@ -62,39 +64,35 @@ _DAMAGE_ERRORS = (
 )
 """Errors that a damaged archive or pickle causes."""
 
+MAGIC = bytes.fromhex("8a0a6cfc9c46f9206aa85019")
+"""Number at the beginning of files of torch before 1.6, as its pickle holds it."""
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Checkpoint:
-    """The content of a file of weights."""
+class TorchFile:
+    """An open file of `torch.save`."""
 
-    tensors: Mapping[str, Tensor]
-    """On the CPU, in the file's dtypes. Tensors that share storage in the file share it here."""
+    content: Any
+    """Dictionaries, lists, texts, numbers, addresses of tensors and skipped objects."""
     blanks: Sequence[str]
     """Types of the skipped objects, sorted."""
+    tensor: Callable[["Address", str], Tensor]
+    """Function from an address and its key, for messages, to the tensor. Tensors that share storage in the file share
+    it here."""
 
 
-def read_checkpoint(path: Path, parts: Sequence[str] = ()) -> Checkpoint:
-    """Read the state dict of a file: safetensors or `torch.save`, at its top or in one of the usual wrappers.
+@contextlib.contextmanager
+def open_torch_file(file: BinaryIO, path: Path, *, zipped: bool) -> Iterator[TorchFile]:
+    """Read the structure of a file of `torch.save`; its tensors are read while the context lasts.
 
-    Args:
-        path: path of the file.
-        parts: names of several state dicts that the file holds side by side; their keys are then `part/key`.
-
-    Raises WeightsError if the file is missing or damaged, holds no state dict, or holds unexpected objects or expanded
-    tensors (stride 0).
+    Raises WeightsError if the file is damaged, or holds unexpected objects or expanded tensors (stride 0).
     """
-    if not path.is_file():
-        kind = "is a folder: give the file in it that holds the weights" if path.is_dir() else "does not exist"
-        raise WeightsError(f"{path} {kind}", "not_found")
-    if path.suffix == ".safetensors" or not _is_archive(path):
-        tensors = read_tensors(path)  # uses torch's safe loader
-        for key, tensor in tensors.items():
-            if tensor.numel() * tensor.element_size() > tensor.untyped_storage().nbytes():
-                raise _repeats(path, key)
-        return Checkpoint(tensors=tensors, blanks=())
     try:
-        with zipfile.ZipFile(path) as archive:
-            return _read_archive(archive, path, parts)
+        if zipped:
+            with zipfile.ZipFile(file) as archive:
+                yield _open_archive(archive, path)
+        else:
+            yield _open_legacy(file, path)
     except CorpusError as error:
         raise WeightsError(str(error), error.code, field=error.field) from None
     except _DAMAGE_ERRORS as error:
@@ -102,20 +100,7 @@ def read_checkpoint(path: Path, parts: Sequence[str] = ()) -> Checkpoint:
         raise WeightsError(message, "malformed") from None
 
 
-def _repeats(path: Path, key: str) -> WeightsError:
-    """Return the error for an expanded tensor, whose size is not bounded by the size of the file."""
-    message = f"{path}: {key} repeats its values instead of storing them; save its contiguous copy"
-    return WeightsError(message, "unsupported")
-
-
-def _is_archive(path: Path) -> bool:
-    try:
-        return zipfile.is_zipfile(path)
-    except zipfile.BadZipFile:  # its end is damaged
-        return True
-
-
-def _read_archive(archive: zipfile.ZipFile, path: Path, parts: Sequence[str]) -> Checkpoint:
+def _open_archive(archive: zipfile.ZipFile, path: Path) -> TorchFile:
     names = set(archive.namelist())
     root = next((name.removesuffix("data.pkl") for name in sorted(names) if name.endswith("data.pkl")), None)
     if root is None:
@@ -131,28 +116,64 @@ def _read_archive(archive: zipfile.ZipFile, path: Path, parts: Sequence[str]) ->
     if archive.getinfo(f"{root}data.pkl").file_size > _LONGEST_PICKLE:
         raise WeightsError(f"{path} has a pickle of over {_LONGEST_PICKLE} bytes: it is not a checkpoint", "too_large")
     reader = _CheckpointReader(path)
-    entries = _state_dict(reader.read(archive.read(f"{root}data.pkl")), path, parts)
-    store = _Store(archive, f"{root}data/", path)
-    return Checkpoint(
-        tensors={key: store.tensor(address, key) for key, address in entries.items()}, blanks=sorted(reader.blanks)
-    )
+    content = reader.read(archive.read(f"{root}data.pkl"))
+
+    def read(storage: _Storage) -> bytes:
+        entry = archive.getinfo(f"{root}data/{storage.key}")
+        if entry.compress_type != zipfile.ZIP_STORED or entry.file_size != storage.nbytes:
+            message = f"{path} is damaged: storage {storage.key} does not have {storage.nbytes} bytes"
+            raise WeightsError(message, "malformed")
+        return archive.read(entry)
+
+    return TorchFile(content=content, blanks=sorted(reader.blanks), tensor=_Store(read, path).tensor)
 
 
-def _state_dict(content: Any, path: Path, parts: Sequence[str]) -> dict[str, "_Address"]:
-    if parts and isinstance(content, dict) and all(isinstance(content.get(part), dict) for part in parts):
-        state = {f"{part}/{key}": value for part in parts for key, value in content[part].items()}
-    else:
-        state = content
-        for wrapper in _WRAPPERS:
-            if isinstance(state, dict) and isinstance(state.get(wrapper), dict):
-                state = state[wrapper]
-    if not isinstance(state, dict) or not state or not all(isinstance(key, str) for key in state):
-        message = f"{path} holds no state dict, neither at its top nor under {', '.join(_WRAPPERS)}"
-        raise WeightsError(message, "mismatch")
-    others = [key for key, value in state.items() if not isinstance(value, _Address)]
-    if others:
-        raise WeightsError(f"{path} holds no state dict: {others[0]!r} is not a tensor", "mismatch")
-    return state
+def _open_legacy(file: BinaryIO, path: Path) -> TorchFile:
+    """Open a file of torch before 1.6: five pickles, then each storage with its number of elements before it."""
+    limited: Any = _LimitedFile(file)
+    PickleReader(path).read(limited)  # the magic number
+    PickleReader(path).read(limited)  # the version of the format
+    system = PickleReader(path).read(limited)
+    if system["little_endian"] != (sys.byteorder == "little"):
+        message = f"{path} was written on a machine of another byte order: save it again on a machine like this"
+        raise WeightsError(message, "unsupported")
+    reader = _CheckpointReader(path)
+    content = reader.read(limited)
+    places = {}
+    for key in PickleReader(path).read(limited):
+        storage = reader.storages[key]
+        (numel,) = struct.unpack("<q", file.read(8))
+        if numel != storage.numel:
+            raise WeightsError(f"{path} is damaged: storage {key} does not have {storage.numel} elements", "malformed")
+        places[key] = file.tell()
+        file.seek(storage.nbytes, 1)
+
+    def read(storage: _Storage) -> bytes:
+        file.seek(places[storage.key])
+        data = file.read(storage.nbytes)
+        if len(data) < storage.nbytes:
+            raise WeightsError(f"{path} ends within storage {storage.key}: copy it again", "malformed")
+        return data
+
+    return TorchFile(content=content, blanks=sorted(reader.blanks), tensor=_Store(read, path).tensor)
+
+
+class _LimitedFile:
+    """Reader for `pickletools` that refuses values that no pickle of a checkpoint has."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+        self.tell = file.tell
+
+    def read(self, size: int) -> bytes:
+        """Return the next bytes."""
+        if size > _LONGEST_PICKLE:
+            raise ValueError("a value longer than a pickle")
+        return self._file.read(size)
+
+    def readline(self) -> bytes:
+        """Return the next line."""
+        return self._file.readline(_LONGEST_PICKLE)
 
 
 class _Global(NamedTuple):
@@ -170,9 +191,13 @@ class _Storage(NamedTuple):
     key: str
     numel: int
 
+    @property
+    def nbytes(self) -> int:
+        return self.numel * self.dtype.itemsize
 
-class _Address(NamedTuple):
-    """Position of a tensor in the archive."""
+
+class Address(NamedTuple):
+    """Position of a tensor in the file."""
 
     storage: _Storage
     offset: int
@@ -180,8 +205,11 @@ class _Address(NamedTuple):
     stride: tuple[int, ...]
 
 
-class _Blank:
+class Blank:
     """An object that is not built; updating it does nothing."""
+
+    def __init__(self, kind: str = "") -> None:
+        self.kind = kind
 
     def update(self, items: Any) -> None:
         """Ignore items of a dictionary."""
@@ -196,6 +224,7 @@ class _CheckpointReader(PickleReader):
     def __init__(self, path: Path) -> None:
         super().__init__(path)
         self.blanks: set[str] = set()
+        self.storages: dict[str, _Storage] = {}
 
     def handle_opcode(self, name: str, argument: Any) -> None:
         """Follow an instruction that does not build plain data."""
@@ -214,12 +243,12 @@ class _CheckpointReader(PickleReader):
         elif name in _BYTES:
             self.stack.append(argument)
         elif name == "EMPTY_SET":
-            self.stack.append(_Blank())
+            self.stack.append(Blank())
         elif name in ("ADDITEMS", "POP_MARK"):
             self.pop_to_mark()
         elif name == "FROZENSET":
             self.pop_to_mark()
-            self.stack.append(_Blank())
+            self.stack.append(Blank())
         else:
             message = f"{self.path} holds an instruction that no torch checkpoint needs ({name})"
             raise WeightsError(message, "unsupported")
@@ -237,45 +266,50 @@ class _CheckpointReader(PickleReader):
         self.stack.append(_Global(module, name))
 
     def _push_storage(self, address: Any) -> None:
-        kind, storage, key, _, numel = address
-        if kind != "storage" or storage.name not in _STORAGES:
-            raise WeightsError(f"{self.path} holds tensors of an unsupported storage: {storage}", "unsupported")
-        self.stack.append(_Storage(_STORAGES[storage.name], key, numel))
+        kind, storage, key, _, numel, *view = address
+        if kind != "storage" or storage.name not in _STORAGES or any(part is not None for part in view):
+            message = f"{self.path} holds tensors of an unsupported storage ({storage}): quantised ones are not read"
+            raise WeightsError(f"{message}; save the weights as float32 or float16", "unsupported")
+        self.storages[key] = _Storage(_STORAGES[storage.name], key, numel)
+        self.stack.append(self.storages[key])
 
     def _call(self, function: Any, arguments: Any) -> Any:
         """Return the result of functions that rebuild tensors and ordered dictionaries, else a blank."""
         name = str(function)
+        if name == _SUBCLASS:  # of a class, its function and that one's arguments
+            name, arguments = str(arguments[0]), arguments[2]
         if name in _TENSOR:
             storage, offset, size, stride = arguments[:4]
             if isinstance(storage, _Storage):
-                return _Address(storage, offset, tuple(size), tuple(stride))
-        if name in _PARAMETER and isinstance(arguments[0], _Address):
+                return Address(storage, offset, tuple(size), tuple(stride))
+        if name in _PARAMETER and isinstance(arguments[0], Address):
             return arguments[0]
         if name == "collections.OrderedDict":
             return dict(arguments[0]) if arguments else {}
         return self._blank(function)
 
-    def _blank(self, function: Any) -> _Blank:
+    def _blank(self, function: Any) -> Blank:
         if isinstance(function, _Global):
             self.blanks.add(str(function))
-        return _Blank()
+        return Blank(str(function) if isinstance(function, _Global) else "")
 
 
 class _Store:
-    """Storages of an archive, each read once."""
+    """Storages of a file, each read once."""
 
-    def __init__(self, archive: zipfile.ZipFile, folder: str, path: Path) -> None:
-        self._archive, self._folder, self._path = archive, folder, path
+    def __init__(self, read: Callable[[_Storage], bytes], path: Path) -> None:
+        self._read, self._path = read, path
         self._storages: dict[str, Tensor] = {}
 
-    def tensor(self, address: _Address, key: str) -> Tensor:
+    def tensor(self, address: Address, key: str) -> Tensor:
         """Return a tensor as a view of its storage. Raises WeightsError if it reaches outside of the storage."""
         storage, offset, size, stride = address
         if math.prod(size) == 0:
             return torch.empty(size, dtype=storage.dtype)
         numbers = (offset, *size, *stride)
         if len(size) == len(stride) and 0 in stride and math.prod(size) > storage.numel:
-            raise _repeats(self._path, key)
+            message = f"{self._path}: {key} repeats its values instead of storing them; save its contiguous copy"
+            raise WeightsError(message, "unsupported")
         if len(size) != len(stride) or min(numbers) < 0 or math.prod(size) > storage.numel:
             raise WeightsError(f"{self._path} is damaged: {key} has no possible shape", "malformed")
         last = offset + sum((extent - 1) * step for extent, step in zip(size, stride, strict=True))
@@ -285,10 +319,6 @@ class _Store:
 
     def _storage(self, storage: _Storage) -> Tensor:
         if storage.key not in self._storages:
-            entry = self._archive.getinfo(self._folder + storage.key)
-            expected = storage.numel * storage.dtype.itemsize
-            if entry.compress_type != zipfile.ZIP_STORED or entry.file_size != expected:
-                message = f"{self._path} is damaged: storage {storage.key} does not have {expected} bytes"
-                raise WeightsError(message, "malformed")
-            self._storages[storage.key] = torch.frombuffer(bytearray(self._archive.read(entry)), dtype=storage.dtype)
+            data = bytearray(self._read(storage))
+            self._storages[storage.key] = torch.frombuffer(data, dtype=storage.dtype)
         return self._storages[storage.key]
