@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import medvl
 from medvl.common.config_io import differences, from_dict, to_dict
 from medvl.common.files import MARKER, check_marker, new_path, write_atomic
-from medvl.common.untrusted import parse_json
+from medvl.common.untrusted import read_json
 from medvl.data.convert.options import ShardOptions
 from medvl.data.shards.format import Manifest
 from medvl.data.tokenizer.tokenizer import load_tokenizer
@@ -30,6 +30,7 @@ from medvl.models.locate import (
     TRAIN_STATE,
     WEIGHTS,
     find_checkpoint,
+    hub_advice,
     nearby_checkpoints,
 )
 from medvl.models.registry import list_models, system
@@ -58,11 +59,13 @@ def save(
         folder: gets `config.json`, `model.safetensors`, `README.md` and, if the model has a tokenizer, `tokenizer/`.
         run: how the model was trained (recipe, data, versions); JSON values only. The manifest of the training data,
             under `train_manifest`, gets a file of its own, and so do those of earlier training
-            (`medvl.models.lineage`): evaluators refuse data that shares a patient with one of them.
+            (`medvl.models.lineage`): evaluators refuse data that shares a patient with one of them. With `marker`, the
+            name of the file that the caller writes last, the checkpoint is not loaded without that file.
         licence, results: entries of the card (`medvl.models.card`).
         weights: False leaves out `model.safetensors`, where ranks write the weights in parts (`medvl.models.weights`).
     """
     run = dict(run or {})
+    marker = run.pop("marker", None)
     manifest = json.loads(json.dumps(run.pop(TRAIN_MANIFEST.removesuffix(".json"), None)))
     if manifest is not None:
         write_atomic(folder / TRAIN_MANIFEST, json.dumps(manifest, sort_keys=True) + "\n")
@@ -74,6 +77,12 @@ def save(
         "medvl": medvl.__version__,
         "model": {"name": model.name, "version": model.weights_version, "settings": to_dict(model.config)},
         "run": run,
+        "files": [
+            *([] if manifest is None else [TRAIN_MANIFEST]),
+            *([ANCESTORS] if ancestors else []),
+            *([TOKENIZER] if model.tokenizer is not None else []),
+            *([] if marker is None else [marker]),
+        ],
     }
     write_atomic(folder / CONFIG, json.dumps(config, indent=1, sort_keys=True) + "\n")
     settings, manifests = config["model"]["settings"], [*([] if manifest is None else [manifest]), *ancestors]
@@ -290,10 +299,9 @@ def _read_training(folder: Path) -> list[Any]:
     manifests: list[Any] = []
     for path in (folder / TRAIN_MANIFEST, folder / ANCESTORS):
         try:
-            content = parse_json(path.read_bytes()) if path.is_file() else []
-        except (ValueError, OSError) as error:
-            message = f"{path} cannot be read ({type(error).__name__}): it is damaged"
-            raise CheckpointError(message, "malformed") from error
+            content = read_json(path, CheckpointError)
+        except FileNotFoundError:
+            continue
         manifests += content if isinstance(content, list) else [content]
     return manifests
 
@@ -331,6 +339,8 @@ def _check_folder(folder: Path) -> Path:
         raise CheckpointError(message, "unsupported")
     if not folder.is_dir():
         advice = nearby_checkpoints(folder.parent) or _GIVE_RUN
+        if hub := hub_advice(folder):
+            advice = f"{hub}; {advice}"
         if str(folder) in list_models():
             advice = f"it is the name of a system, and create_model({str(folder)!r}) makes a new model; {advice}"
         raise CheckpointError(f"{folder} does not exist; {advice}", "not_found")
@@ -340,16 +350,28 @@ def _check_folder(folder: Path) -> Path:
 def _read_config(folder: Path) -> dict[str, Any]:
     path = folder / CONFIG
     try:
-        config = parse_json(path.read_bytes())
+        config = read_json(path, CheckpointError)
     except FileNotFoundError:
         advice = nearby_checkpoints(folder) or _GIVE_RUN
         message = f"{path} is missing: {folder} is not a checkpoint of medvl; {advice}"
         raise CheckpointError(message, "not_found") from None
-    except (ValueError, OSError) as error:
-        raise CheckpointError(f"{path} cannot be read ({type(error).__name__}): it is damaged", "malformed") from error
     if not isinstance(config, dict) or not isinstance(config.get("model"), dict):
         raise CheckpointError(f"{path} is not the configuration of a medvl model", "malformed")
     if config.get("format") != _FORMAT:
         message = f"{path}: expected format {_FORMAT}, got {config.get('format')}; train or import again"
         raise CheckpointError(message, "version")
+    _check_complete(folder, config)
     return config
+
+
+def _check_complete(folder: Path, config: Mapping[str, Any]) -> None:
+    """Raise CheckpointError "missing" where a checkpoint was copied in part.
+
+    Its configuration lists the files that belong to it: without its manifest, patients of its training would be tested
+    on unnoticed. A checkpoint of an earlier version of medvl that holds the state of its training needs the marker.
+    """
+    listed = config.get("files", [MARKER] if (folder / TRAIN_STATE).exists() else [])
+    missing = [name for name in listed if not (folder / str(name)).exists()] if isinstance(listed, list) else [CONFIG]
+    if missing:
+        message = f"{folder} lacks {', '.join(map(str, missing))}: it was copied in part. Copy the whole folder again; "
+        raise CheckpointError(f"{message}model.save_pretrained writes a model without its training", "missing")

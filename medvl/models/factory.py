@@ -16,7 +16,7 @@ from medvl.encoders.text.factory import without_folder
 from medvl.errors import ConfigError
 from medvl.models.base import System, SystemConfig, TwoTowers
 from medvl.models.checkpoint import described_model, load, warm_start
-from medvl.models.locate import TOKENIZER, find_checkpoint, on_hub
+from medvl.models.locate import TOKENIZER, find_checkpoint, hub_advice, on_hub
 from medvl.models.registry import system
 
 _LOG = logging.getLogger(__name__)
@@ -157,6 +157,8 @@ def _continued(cls: type[System], config: Any, folder: Path) -> tuple[Any, bool]
 
 def _configuration(name: str | Path | SystemConfig, settings: Mapping[str, Any]) -> tuple[type[System], Any]:
     if isinstance(name, str | Path):
+        if advice := hub_advice(name):
+            raise ConfigError(f"there is no folder {name}; {advice}", "unknown_name", field="name")
         cls = system(str(name))
         return cls, from_dict(cls.Config, settings)
     if not hasattr(name, "system"):

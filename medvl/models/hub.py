@@ -56,11 +56,13 @@ def get_tokenizer(name: str | Path, *, max_tokens: int | None = None) -> Tokeniz
 def from_pretrained(name: Path | str, *, revision: str | None = None) -> System:
     """Load a model in eval mode, as `load`; `revision` is a commit, branch or tag of a model on the hub.
 
+    With a revision, `hf-hub:` may be left out.
+
     Raises CheckpointError as `load`, ConfigError for a revision of a local folder.
     """
     if revision is None:
         return load(name)
-    if not on_hub(name):
+    if Path(name).exists():
         raise ConfigError(f"{name} is a folder, which has no revisions; leave it out", "conflict", field="revision")
     return load(f"{HUB_PREFIX}{str(name).removeprefix(HUB_PREFIX)}@{revision}")
 

@@ -4,7 +4,7 @@ import hashlib
 import re
 from pathlib import Path
 
-from medvl.common.files import sha256
+from medvl.common.files import MARKER, sha256
 from medvl.common.hub import HUB_PREFIX, fetch_snapshot, is_hub_id
 from medvl.errors import CheckpointError, WeightsError
 
@@ -30,8 +30,7 @@ def find_checkpoint(source: Path | str) -> Path:
 
     Args:
         source: the folder of a checkpoint; or of a run, for its best checkpoint, or its last one where it has no best;
-            or `hf-hub:OWNER/NAME[@REVISION]`, which is downloaded. The prefix may be left out where no folder OWNER
-            exists. Other paths are returned as they are.
+            or `hf-hub:OWNER/NAME[@REVISION]`, which is downloaded. Other paths are returned as they are.
 
     Raises CheckpointError "not_found" for a model of the hub that is not available.
     """
@@ -43,10 +42,9 @@ def find_checkpoint(source: Path | str) -> Path:
         raise CheckpointError(message, "malformed")
     hub_id, _, revision = name.removeprefix(HUB_PREFIX).partition("@")
     try:
-        return fetch_snapshot(hub_id, revision or None, MODEL_FILES)
+        return fetch_snapshot(hub_id, revision or None, (*MODEL_FILES, MARKER))
     except WeightsError as error:
-        also = "" if name.startswith(HUB_PREFIX) else f"{name} is not a folder; as a name on the hub, "
-        raise CheckpointError(f"{also}{error}", error.code) from error
+        raise CheckpointError(str(error), error.code) from error
 
 
 def weight_files(folder: Path) -> list[Path]:
@@ -69,11 +67,15 @@ def nearby_checkpoints(folder: Path) -> str:
 
 
 def on_hub(source: Path | str) -> bool:
-    """Return whether `find_checkpoint` takes a name from the hub."""
-    folder, name = Path(source), str(source)
-    if name.startswith(HUB_PREFIX):
-        return True
-    return not (folder.exists() or folder.parent.exists()) and _is_hub_name(name)
+    """Return whether `find_checkpoint` takes a name from the hub: one that begins with `hf-hub:`."""
+    return str(source).startswith(HUB_PREFIX)
+
+
+def hub_advice(source: Path | str) -> str:
+    """Return advice for a path that does not exist, but may be meant as the name of a model on the hub; else ""."""
+    name = str(source)
+    is_possible = not on_hub(source) and not Path(source).exists() and _is_hub_name(name)
+    return f"for a model of the hub write {HUB_PREFIX}{name}" if is_possible else ""
 
 
 def _is_hub_name(name: str) -> bool:

@@ -7,6 +7,7 @@ Both are read without pickle, by any number of processes.
 """
 
 import contextlib
+import json
 import math
 import shutil
 from collections.abc import Iterator
@@ -19,11 +20,11 @@ from torch import Tensor
 
 from medvl.common import folders
 from medvl.common.files import MARKER, check_marker
-from medvl.common.untrusted import parse_json
+from medvl.common.untrusted import parse_json, read_json
 from medvl.encoders.pretrained import check_finite
 from medvl.errors import CheckpointError
 from medvl.models.allocation import AllocationLimit, elements_of
-from medvl.models.locate import MODEL_FILES, TRAIN_STATE, WEIGHT_PARTS, WEIGHTS, find_checkpoint, weight_files
+from medvl.models.locate import CONFIG, MODEL_FILES, TRAIN_STATE, WEIGHT_PARTS, WEIGHTS, find_checkpoint, weight_files
 
 
 def limited_allocation(folder: Path) -> AllocationLimit:
@@ -100,6 +101,9 @@ def consolidate(checkpoint: Path | str, out: Path) -> Path:
             copy = aside / path.relative_to(folder)
             copy.parent.mkdir(exist_ok=True)
             shutil.copyfile(path, copy)
+        config = read_json(folder / CONFIG, CheckpointError)
+        files = [name for name in config.get("files", []) if name != MARKER]
+        (aside / CONFIG).write_text(json.dumps({**config, "files": files}, indent=1, sort_keys=True) + "\n")
         safetensors.torch.save_file(tensors, aside / WEIGHTS)
     return out
 

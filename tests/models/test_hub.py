@@ -94,14 +94,14 @@ def test_a_model_goes_to_the_hub_and_back(trained: System, tmp_path: Path, monke
         assert hub.private == {"someone/convirt"}
         files = hub.repos["someone/convirt"][name.partition("@")[2]]
         assert {"config.json", "model.safetensors", "README.md", "train_manifest.json"} <= files.keys()
-        for source in (name, "hf-hub:someone/convirt", "someone/convirt"):
+        for source in (name, "hf-hub:someone/convirt"):
             assert same(medvl.load(source), trained)
         assert same(medvl.from_pretrained("someone/convirt", revision=name.partition("@")[2]), trained)
         assert medvl.get_tokenizer("hf-hub:someone/convirt").vocabulary == tiny_tokenizer().vocabulary
         with torch.no_grad():
             trained.image_head[0].weight += 1
         trained.push_to_hub("someone/convirt", private=False)  # a second commit
-        assert same(medvl.load("someone/convirt"), trained)
+        assert same(medvl.load("hf-hub:someone/convirt"), trained)
         assert not same(medvl.load(name), trained)
         with raises(CheckpointError, "not_found", names="someone/nothing"):
             medvl.load("hf-hub:someone/nothing")

@@ -1,15 +1,18 @@
 """Checkpoints by their folder, their run, or their name on the hub."""
 
+import json
 from pathlib import Path
 
 import pytest
 from helpers.errors import raises
 
 import medvl
-from medvl.errors import CheckpointError
+from medvl.common.files import sha256
+from medvl.errors import CheckpointError, ConfigError
 from medvl.eval.core.publish import default_folder
 from medvl.eval.core.results import checkpoint_sha256
 from medvl.models import save
+from medvl.models.checkpoint import described_model, detector_of
 from medvl.models.locate import find_checkpoint
 
 
@@ -40,7 +43,7 @@ def test_a_run_stands_for_its_best_checkpoint(run: Path) -> None:
         medvl.load(run / "checkpoints")
 
 
-@pytest.mark.parametrize("name", ["hf-hub:someone/something", "hf-hub:someone/something@v1", "someone/something"])
+@pytest.mark.parametrize("name", ["hf-hub:someone/something", "hf-hub:someone/something@v1"])
 def test_a_model_of_the_hub_that_is_not_cached(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     with raises(CheckpointError, "not_found", names="someone/something"):
@@ -51,6 +54,13 @@ def test_names_that_are_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.chdir(tmp_path)
     with raises(CheckpointError, "malformed"):
         medvl.load("hf-hub:../../etc")
+    for name in ("runs/convirt", "someone/something@v1"):  # never looked up on the hub
+        with raises(CheckpointError, "not_found", names=f"for a model of the hub write hf-hub:{name}"):
+            medvl.load(name)
+        with raises(CheckpointError, "not_found", names=f"hf-hub:{name}"):
+            medvl.create_model("convirt", init_from=name)
+    with raises(ConfigError, "unknown_name", names="hf-hub:runs/convirt"):
+        medvl.create_model("runs/convirt")
     (tmp_path / "runs").mkdir()
     with raises(CheckpointError, "not_found", names="runs/convrit does not exist"):  # a misspelt path
         medvl.load("runs/convrit")
@@ -69,3 +79,36 @@ def test_the_name_of_a_system_is_no_checkpoint(tmp_path: Path, monkeypatch: pyte
     monkeypatch.chdir(tmp_path)
     with raises(CheckpointError, "not_found", names="create_model('convirt') makes a new model; give a run"):
         medvl.load("convirt")
+
+
+@pytest.mark.parametrize("lost", ["complete.json", "train_manifest.json", "ancestor_manifests.json", "tokenizer"])
+def test_a_checkpoint_that_was_copied_in_part_is_refused(lost: str, run: Path) -> None:
+    """Without its manifests, patients of its training would be tested on unnoticed."""
+    folder = run / "checkpoints" / "step-1"
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "files": [lost]}))
+    for read in (medvl.load, described_model, detector_of):
+        with raises(CheckpointError, "missing", names=lost):
+            read(folder)
+
+
+def test_a_checkpoint_of_a_run_is_not_loaded_without_its_marker(run: Path) -> None:
+    folder = run / "checkpoints" / "step-1"
+    save(medvl.load(folder), folder, {"marker": "complete.json", "recipe": "convirt"})
+    with raises(CheckpointError, "missing", names="complete.json"):
+        medvl.load(folder)
+    with raises(CheckpointError, "missing", names="complete.json"):
+        medvl.create_model("convirt", init_from=folder)
+    files = {path.name: {"bytes": path.stat().st_size, "sha256": sha256(path)} for path in folder.glob("*.json")}
+    (folder / "complete.json").write_text(json.dumps({"files": files}))
+    model = medvl.load(folder)
+    assert model.provenance == {"recipe": "convirt"}
+    model.save_pretrained(run / "given")
+    assert medvl.load(run / "given").provenance == {"recipe": "convirt"}
+    (run / "checkpoints" / "step-2" / "train_state").mkdir()  # of an earlier version of medvl
+    config = run / "checkpoints" / "step-2" / "config.json"
+    content = json.loads(config.read_text())
+    del content["files"]
+    config.write_text(json.dumps(content))
+    with raises(CheckpointError, "missing", names="complete.json"):
+        medvl.load(run / "last")

@@ -154,7 +154,7 @@ class Checkpoints:
         self, model: nn.Module, folder: Path, state: Mapping[str, Any], *, weights: bool = False
     ) -> None:
         """Write all of a checkpoint but the optimiser, the marker and, without `weights`, the weights."""
-        model_files().save(model, folder, self._run, weights=weights)
+        model_files().save(model, folder, {**self._run, "marker": MARKER}, weights=weights)
         if state.get("metrics") and (folder / CARD).is_file():
             add_results(folder, state["metrics"])
         (folder / "train_state").mkdir()
