@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
-from medvl.common.untrusted import parse_json
+from medvl.common.untrusted import read_json
 from medvl.errors import CheckpointError, ConfigError
 
 MARKER = "complete.json"
@@ -30,7 +30,7 @@ def check_marker(folder: Path, *, exclude: str | None = None) -> None:
     """
     marker = folder / MARKER
     try:
-        recorded = parse_json(marker.read_text())["files"]
+        recorded = read_json(marker, CheckpointError)["files"]
         for name, entry in recorded.items():
             path = folder / name
             if exclude is not None and name.startswith(f"{exclude}/"):

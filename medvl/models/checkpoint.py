@@ -106,7 +106,7 @@ def load(folder: Path | str) -> System:
     missing, unexpected or of another shape; a file that needs pickle is refused.
     """
     folder = _check_folder(Path(folder))
-    if (folder / MARKER).is_file():  # training writes it, `save` alone does not
+    if (folder / MARKER).exists():  # training writes it, `save` alone does not
         check_marker(folder, exclude=TRAIN_STATE)
     described = described_model(folder)
     try:
@@ -119,6 +119,10 @@ def load(folder: Path | str) -> System:
     tokenizer = load_tokenizer(folder / TOKENIZER, max_tokens=config.max_tokens) if has_tokenizer else None
     with limited_allocation(folder):
         model = cls.build(config, pretrained=False, tokenizer=tokenizer)
+    embeddings = getattr(getattr(model, "text_encoder", None), "vocab_size", None)
+    if tokenizer is not None and isinstance(embeddings, int) and tokenizer.vocab_size > embeddings:
+        message = f"{folder / TOKENIZER} has {tokenizer.vocab_size} ids, the model {embeddings} embeddings"
+        raise CheckpointError(f"{message}: copy the checkpoint again", "mismatch")
     load_weights(model, folder)
     _record_training(model, folder)
     model.provenance = _read_config(folder).get("run") or {}
@@ -257,7 +261,7 @@ def _check_start(model: System, folder: Path | str, *, words: bool = True) -> Pa
     Raises CheckpointError otherwise.
     """
     folder = _check_folder(Path(folder))
-    if (folder / MARKER).is_file():
+    if (folder / MARKER).exists():
         check_marker(folder, exclude=TRAIN_STATE)
     shares_words = "text_encoder" in model.shared_encoders or described_model(folder)["name"] == model.name
     mine = model.tokenizer.vocabulary if model.tokenizer is not None and shares_words and words else None

@@ -10,7 +10,7 @@ import contextlib
 import json
 import math
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import safetensors
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from medvl.common import folders
 from medvl.common.files import MARKER, check_marker
-from medvl.common.untrusted import parse_json, read_json
+from medvl.common.untrusted import ANYWHERE, parse_json, read_json
 from medvl.encoders.pretrained import check_finite
 from medvl.errors import CheckpointError
 from medvl.models.allocation import AllocationLimit, elements_of
@@ -29,8 +29,9 @@ from medvl.models.locate import CONFIG, MODEL_FILES, TRAIN_STATE, WEIGHT_PARTS, 
 
 def limited_allocation(folder: Path) -> AllocationLimit:
     """Return a context for building the model of a checkpoint's configuration. Raises CheckpointError."""
+    files = weight_files(folder)
     with _weights_errors(folder):
-        files = weight_files(folder)
+        _check_regular(files)
         elements = elements_of(files)
     message = f"{files[0]} does not fit the configuration beside it, whose model has far more parameters"
     return AllocationLimit(elements, CheckpointError(message, "mismatch"))
@@ -45,6 +46,7 @@ def read_weights(folder: Path) -> dict[str, Tensor]:
         tensors = join_parts(folder / WEIGHT_PARTS)
     else:
         with _weights_errors(folder):
+            _check_regular([folder / WEIGHTS])
             tensors = safetensors.torch.load_file(folder / WEIGHTS)
     check_finite(tensors, str(folder), CheckpointError)
     return tensors
@@ -54,6 +56,7 @@ def join_parts(folder: Path) -> dict[str, Tensor]:
     """Return the complete tensors of a folder of parts. Raises CheckpointError where one is missing or damaged."""
     from torch.distributed.checkpoint import HuggingFaceStorageReader, TensorStorageMetadata  # takes a second
 
+    _check_regular(sorted(folder.iterdir()))
     try:
         metadata = HuggingFaceStorageReader(str(folder)).read_metadata()
         tensors: dict[str, Tensor] = {}
@@ -106,6 +109,12 @@ def consolidate(checkpoint: Path | str, out: Path) -> Path:
         (aside / CONFIG).write_text(json.dumps({**config, "files": files}, indent=1, sort_keys=True) + "\n")
         safetensors.torch.save_file(tensors, aside / WEIGHTS)
     return out
+
+
+def _check_regular(files: Iterable[Path]) -> None:
+    """Raise CheckpointError "not_a_file" for a pipe, device or socket, at which a reader would wait for ever."""
+    for path in files:
+        ANYWHERE.open(path, CheckpointError).close()
 
 
 @contextlib.contextmanager

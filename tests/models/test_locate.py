@@ -1,13 +1,16 @@
 """Checkpoints by their folder, their run, or their name on the hub."""
 
 import json
+import os
 from pathlib import Path
 
 import pytest
+import safetensors.torch
 from helpers.errors import raises
 
 import medvl
 from medvl.common.files import sha256
+from medvl.data.tokenizer.tokenizer import train_wordpiece
 from medvl.errors import CheckpointError, ConfigError
 from medvl.eval.core.publish import default_folder
 from medvl.eval.core.results import checkpoint_sha256
@@ -15,14 +18,15 @@ from medvl.models import save
 from medvl.models.checkpoint import described_model, detector_of
 from medvl.models.locate import find_checkpoint
 
+TINY = {"image_encoder": "resnet_tiny", "text_encoder": "tiny_bert", "image_size": 32, "frozen_text_layers": 0}
+
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
-    settings = {"image_encoder": "resnet_tiny", "text_encoder": "tiny_bert", "image_size": 32, "vocab_size": 50}
     for step, dim in (("step-1", 4), ("step-2", 8)):
         folder = tmp_path / "run" / "checkpoints" / step
         folder.mkdir(parents=True)
-        save(medvl.create_model("convirt", projection_dim=dim, frozen_text_layers=0, **settings), folder)
+        save(medvl.create_model("convirt", projection_dim=dim, vocab_size=50, **TINY), folder)
     (tmp_path / "run" / "best").symlink_to("checkpoints/step-1")
     (tmp_path / "run" / "last").symlink_to("checkpoints/step-2")
     return tmp_path / "run"
@@ -112,3 +116,44 @@ def test_a_checkpoint_of_a_run_is_not_loaded_without_its_marker(run: Path) -> No
     config.write_text(json.dumps(content))
     with raises(CheckpointError, "missing", names="complete.json"):
         medvl.load(run / "last")
+
+
+@pytest.mark.parametrize("file", ["config.json", "model.safetensors", "complete.json", "train_manifest.json"])
+@pytest.mark.parametrize("kind", ["pipe", "folder"])
+def test_what_is_no_file_is_refused_at_once(file: str, kind: str, run: Path) -> None:
+    folder = run / "checkpoints" / "step-1"
+    (folder / file).unlink(missing_ok=True)
+    os.mkfifo(folder / file) if kind == "pipe" else (folder / file).mkdir()
+    with raises(CheckpointError, "not_a_file", names=str(folder / file)):
+        medvl.load(folder)
+
+
+@pytest.mark.parametrize(("value", "name"), [(float("nan"), "image_head.0.weight"), (float("inf"), "text_head.0.bias")])
+def test_weights_that_are_not_finite_are_refused_by_name(value: float, name: str, run: Path) -> None:
+    path = run / "checkpoints" / "step-1" / "model.safetensors"
+    tensors = safetensors.torch.load_file(path)
+    tensors[name].view(-1)[1] = value
+    safetensors.torch.save_file(tensors, path)
+    for read in (medvl.load, lambda folder: medvl.create_model("convirt", init_from=folder, projection_dim=4, **TINY)):
+        with raises(CheckpointError, "nonfinite", names=name):
+            read(run / "best")
+
+
+@pytest.mark.parametrize("change", ['{"model": 1, "model": 2', '"x": 1e400, "format"', '"x": NaN, "format"'])
+def test_a_configuration_that_loses_values_is_refused(change: str, run: Path) -> None:
+    path = run / "checkpoints" / "step-1" / "config.json"
+    text = path.read_text()
+    path.write_text(
+        text.replace("{", change + ",", 1) if change.startswith("{") else text.replace('"format"', change, 1)
+    )
+    with raises(CheckpointError, "malformed", names="config.json"):
+        medvl.load(run)
+
+
+def test_a_tokenizer_with_more_ids_than_the_model_is_refused(run: Path) -> None:
+    folder = run / "checkpoints" / "step-1"
+    train_wordpiece(
+        [f"{chr(97 + n // 20)}{chr(97 + n % 20)}" for n in range(300)], vocab_size=200, min_frequency=1
+    ).save(folder / "tokenizer")
+    with raises(CheckpointError, "mismatch", names="embeddings"):
+        medvl.load(folder)

@@ -21,6 +21,7 @@ from tokenizers import Regex, Tokenizer as Backend, decoders, models, normalizer
 from medvl.common.hub import fetch
 from medvl.common.text_files import read_text
 from medvl.common.untrusted import parse_json
+from medvl.data.tokenizer.limits import CLIP_WORDS, backend_errors, check_ids, check_tokenizer_file
 from medvl.data.tokenizer.published_cleaning import clean_as_albef, clean_words
 from medvl.data.tokenizer.report_cleaning import clean_report, clean_report_as_r2gen
 from medvl.errors import ConfigError, WeightsError
@@ -36,7 +37,6 @@ Cleaning = Literal["clip", "canonical", "report", "r2gen", "words", "albef"]
 """Text cleaning before tokenization: that of CLIP, of SigLIP, for vocabularies of words (`report_cleaning`), or as the
 released code of R2Gen, of CARZero, or of ALBEF, M2I2 and MUMC (`published_cleaning`)."""
 _CLIP_START, _CLIP_END = "<start_of_text>", "<end_of_text>"
-_CLIP_WORDS = r"""'s|'t|'re|'ve|'m|'ll|'d|[\p{L}]+|[\p{N}]|[^\s\p{L}\p{N}]+"""
 _CLIP_MERGES = 49152 - 256 - 2
 
 _SPECIAL = {
@@ -72,7 +72,7 @@ def has_tokenizer(folder: Path) -> bool:
 def read_local_tokenizer(folder: Path, lowercase: bool | None) -> LoadedTokenizer:
     """Read the tokenizer in a folder. Raises ConfigError when it is missing, damaged or too large."""
     files = {name: folder / name for name in (MODEL_FILE, VOCABULARY_FILE, CONFIG_FILE, *_BPE_FILES)}
-    return _read({name: path for name, path in files.items() if path.is_file()}, str(folder), lowercase, folder.name)
+    return _read({name: path for name, path in files.items() if path.exists()}, str(folder), lowercase, folder.name)
 
 
 def read_hub_tokenizer(hub_id: str, revision: str | None, lowercase: bool | None) -> LoadedTokenizer:
@@ -97,7 +97,10 @@ def _read(files: Mapping[str, Path], where: str, lowercase: bool | None, source:
         raise ConfigError(f"lowercase of {where} is defined by its {MODEL_FILE}", "conflict", field="lowercase")
     try:
         config: dict[str, Any] = parse_json(_text(files[CONFIG_FILE])) if CONFIG_FILE in files else {}
-        backend = _backend(files, config, lowercase)
+        if not isinstance(config, dict):
+            raise ConfigError(f"{files[CONFIG_FILE]}: expected a JSON object", "malformed")
+        with backend_errors(where):
+            backend = _backend(files, config, lowercase, where)
     except ConfigError:
         raise
     except Exception as error:  # the backend raises bare Exception on a file that it cannot use
@@ -123,9 +126,13 @@ def _read(files: Mapping[str, Path], where: str, lowercase: bool | None, source:
     )
 
 
-def _backend(files: Mapping[str, Path], config: Mapping[str, Any], lowercase: bool | None) -> Backend | None:
+def _backend(
+    files: Mapping[str, Path], config: Mapping[str, Any], lowercase: bool | None, where: str
+) -> Backend | None:
     if MODEL_FILE in files:
-        return Backend.from_str(_text(files[MODEL_FILE]))
+        text = _text(files[MODEL_FILE])
+        check_tokenizer_file(parse_json(text), text, where)
+        return Backend.from_str(text)
     if VOCABULARY_FILE in files:
         tokens = [token.rstrip("\r") for token in _text(files[VOCABULARY_FILE]).split("\n")]
         vocabulary = {token: index for index, token in enumerate(tokens) if token}
@@ -137,7 +144,9 @@ def _backend(files: Mapping[str, Path], config: Mapping[str, Any], lowercase: bo
             split_chinese=bool(config.get("tokenize_chinese_chars", True)),
         )
     if set(_BPE_FILES) <= set(files):
-        return _build_byte_level(parse_json(_text(files["vocab.json"])), _text(files["merges.txt"]))
+        vocabulary = parse_json(_text(files["vocab.json"]))
+        check_ids(list(vocabulary.values()), where)
+        return _build_byte_level(vocabulary, _text(files["merges.txt"]))
     return None
 
 
@@ -218,7 +227,7 @@ def build_clip_tokenizer() -> LoadedTokenizer:
     tokens = [*letters, *(f"{letter}</w>" for letter in letters), *(left + right for left, right in merges)]
     vocabulary = {token: index for index, token in enumerate([*tokens, _CLIP_START, _CLIP_END])}
     backend = Backend(models.BPE(vocabulary, merges, end_of_word_suffix="</w>"))
-    split = pre_tokenizers.Split(Regex(_CLIP_WORDS), behavior="removed", invert=True)
+    split = pre_tokenizers.Split(Regex(CLIP_WORDS), behavior="removed", invert=True)
     to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.pre_tokenizer = pre_tokenizers.Sequence([split, to_bytes])
     ends = [(token, vocabulary[token]) for token in (_CLIP_START, _CLIP_END)]

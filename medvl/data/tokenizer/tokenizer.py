@@ -21,7 +21,7 @@ import functools
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from tokenizers import AddedToken, models, processors
@@ -85,7 +85,7 @@ class Tokenizer:
         """
         if isinstance(texts, str):
             raise ConfigError("expected a list of texts, got a single text", "wrong_type", field="texts")
-        encoded = [self._backend.encode(files.clean_text(text, self._loaded.cleaning)).ids for text in texts]
+        encoded = [self._encode(files.clean_text(text, self._loaded.cleaning)).ids for text in texts]
         return pad_rows(encoded, self.pad_id), row_mask(encoded)
 
     def pairs(
@@ -101,7 +101,7 @@ class Tokenizer:
             raise ConfigError(f"{self.source} has no special tokens for pairs; use a BERT vocabulary", "unsupported")
         self._backend.enable_truncation(self.max_tokens, strategy=truncation)
         try:
-            encoded = [self._backend.encode(a, b) for a, b in zip(first, second, strict=True)]
+            encoded = [self._encode(a, b) for a, b in zip(first, second, strict=True)]
         except Exception as error:  # the backend raises bare Exception
             if "Truncation" not in str(error):
                 raise
@@ -122,7 +122,7 @@ class Tokenizer:
             message = f"the tokenizer of {self.source} cleans whole texts and takes no given words; use another"
             raise ConfigError(message, "unsupported")
         space = " " if self._words.joins_spaces else ""  # byte-level BPE marks the beginning of a word by its space
-        encoded = [self._backend.encode([space + word for word in words], is_pretokenized=True) for words in sequences]
+        encoded = [self._encode([space + word for word in words], is_pretokenized=True) for words in sequences]
         ids = [each.ids for each in encoded]
         places = [[-1 if word is None else word for word in each.word_ids] for each in encoded]
         return EncodedWords(pad_rows(ids, self.pad_id), row_mask(ids), pad_rows(places, -1))
@@ -135,7 +135,7 @@ class Tokenizer:
         if self._loaded.cleaning is not None:
             message = f"the tokenizer of {self.source} cleans texts, so it cannot locate tokens; use another"
             raise ConfigError(message, "unsupported")
-        encoding = self._backend.encode(text, add_special_tokens=False)
+        encoding = self._encode(text, add_special_tokens=False)
         parts = [encoding, *encoding.overflowing]
         return [number for part in parts for number in part.ids], [place for part in parts for place in part.offsets]
 
@@ -172,11 +172,11 @@ class Tokenizer:
 
     def truncates(self, text: str) -> bool:
         """Return whether a text is longer than `max_tokens`, so that encoding it truncates it."""
-        return bool(self._backend.encode(files.clean_text(text, self._loaded.cleaning)).overflowing)
+        return bool(self._encode(files.clean_text(text, self._loaded.cleaning)).overflowing)
 
     def cut_tokens(self, text: str) -> int:
         """Return how many tokens of a text are beyond `max_tokens`."""
-        rest = self._backend.encode(files.clean_text(text, self._loaded.cleaning)).overflowing
+        rest = self._encode(files.clean_text(text, self._loaded.cleaning)).overflowing
         return sum(part.special_tokens_mask.count(0) for part in rest)
 
     def pieces_per_word(self, words: Mapping[str, int]) -> tuple[float, float, float]:
@@ -221,7 +221,7 @@ class Tokenizer:
             raise ConfigError(message, "unsupported", field="sentences")
         rows = []
         for text, of_text in zip(texts, spans, strict=True):
-            offsets = self._backend.encode(text).offsets  # (0, 0) for special tokens
+            offsets = self._encode(text).offsets  # (0, 0) for special tokens
             places = [next((n for n, (a, b) in enumerate(of_text) if a < end <= b), -1) for _, end in offsets]
             rows.append(torch.tensor(places, dtype=torch.int64))
         return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=-1)
@@ -270,6 +270,11 @@ class Tokenizer:
         token: str | None = self._backend.id_to_token(number)
         assert token is not None, "a special token of this vocabulary"
         return token
+
+    def _encode(self, *inputs: Any, **options: Any) -> Any:
+        """Return the backend's encoding. Raises ConfigError where its library fails on a text."""
+        with files.backend_errors(self.source):
+            return self._backend.encode(*inputs, **options)
 
     def _id(self, token: str) -> int:
         number: int | None = self._backend.token_to_id(token)
