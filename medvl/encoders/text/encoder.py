@@ -189,6 +189,9 @@ class TextEncoder(Encoder):
                 (causal, sequence-to-sequence, and the other masks of fusion models). A query without any allowed
                 position attends to all of them; exclude it from pooling.
         """
+        if hidden_BTD.shape[0] == 0:  # transformers cannot split the heads of no rows
+            row_1TD = hidden_BTD.new_zeros(1, *hidden_BTD.shape[1:]) + hidden_BTD.sum()  # gradients exist, and are 0
+            return [state[:0] for state in self.encode(row_1TD, mask.new_ones(1, *mask.shape[1:]))]
         mask = mask.bool()
         attend_BQT = mask[:, None, :] if mask.ndim == 2 else mask
         attend_BQT = attend_BQT | ~attend_BQT.any(dim=-1, keepdim=True)

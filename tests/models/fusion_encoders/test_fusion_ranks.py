@@ -5,6 +5,7 @@ Under torchrun this file is one rank: `test_fusion_ranks.py FOLDER` writes the r
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,14 +18,23 @@ from torch.nn.parallel import DistributedDataParallel
 from medvl.models.fusion_encoders.bases.base import FusionModel
 from medvl.schema import Batch
 
-SYSTEMS = ("m3ae", "medvill", "mixed", "single_stream", "dual_stream", "vilt", "arl")
+SYSTEMS = ("m3ae", "medvill", "mixed", "single_stream", "dual_stream", "vilt", "arl", "uniter")
 CASES = ("complete", "without text", "without images", "without sides", "without pairs")
 """Samples of rank 1; rank 0 always has complete pairs."""
 
 
 def model_of(name: str, case: str) -> FusionModel:
-    """Return a model, with matching of mirrored texts where rank 1 has no text that names a side."""
-    model = tiny_model(name, tiny_tokenizer(), mirror_weight=float(case == "without sides"))
+    """Return a model, with matching of mirrored texts where rank 1 has no text that names a side; UNITER's step is ITM."""
+    settings: dict[str, Any] = (
+        {"mirror_weight": float(case == "without sides")} if name != "uniter" else {"task_mix": True}
+    )
+    model = tiny_model(name, tiny_tokenizer(), **settings)
+    if name == "uniter":
+        model.train()
+        for step in range(99):
+            model.before_step(step)
+            if model.itm in model.step_objectives:
+                break
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.0

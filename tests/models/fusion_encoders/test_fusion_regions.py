@@ -206,3 +206,34 @@ def test_cross_attention_is_shared_by_both_sides(tokenizer: Tokenizer) -> None:
     after = layer(text, image)
     torch.testing.assert_close(after[0].states_BND, words)
     torch.testing.assert_close(after[1].states_BND, cells)
+
+
+@pytest.mark.parametrize("task", ["mlm", "itm", "mrfr", "mrc"])
+@pytest.mark.parametrize(
+    ("image", "text"),
+    [((1, 0, 1, 0), (0, 1, 0, 1)), ((1, 1, 1, 1), (0, 0, 0, 0)), ((0, 0, 0, 0), (1, 1, 1, 1)), ((0,) * 4, (0,) * 4)],
+)
+def test_a_step_of_one_task_runs_without_a_complete_pair(
+    task: str, image: tuple[int, ...], text: tuple[int, ...], tokenizer: Tokenizer
+) -> None:
+    """Its loss is finite, and every parameter that the task trains has a gradient, as DDP needs on each rank."""
+    model = region_model("uniter", tokenizer, task_mix=True).train()
+    model.before_step(next(step for step in range(99) if task_of_step(model, step) == task))
+    model(region_batch(tokenizer)).total.backward()
+    trained = {name for name, parameter in model.named_parameters() if parameter.grad is not None}
+    model.zero_grad(set_to_none=True)
+    result = model(region_batch(tokenizer, has_image_B=flags(*image), has_text_B=flags(*text)))
+    result.total.backward()
+    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    assert trained <= gradients.keys()
+    assert all(gradient.isfinite().all() for gradient in gradients.values())
+    assert result.total.isfinite()
+    if task == "itm":  # no pair has a match
+        assert float(result.total.detach()) == 0
+        assert all(float(gradient.abs().max()) == 0 for gradient in gradients.values())
+
+
+def task_of_step(model: Any, step: int) -> str:
+    model.before_step(step)
+    names = {objective.name for objective in model.step_objectives} - {"wpa"}
+    return str(*names)
