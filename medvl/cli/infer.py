@@ -4,7 +4,7 @@ import dataclasses
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import tyro
 
@@ -68,7 +68,7 @@ def infer(
     model = ImageModel(loaded, texts or None, prompts=prompts, calibration=fitted)
     accepted = tuple(name.strip().upper() for name in modality)
     drawn = overlays if out is not None and overlays and can_draw(model) else 0
-    settings = {"checkpoint": checkpoint_sha256(checkpoint), "texts": list(texts), "prompts": prompts, "frame": frame,
+    settings: dict[str, Any] = {"checkpoint": checkpoint_sha256(checkpoint), "texts": list(texts), "prompts": prompts, "frame": frame,
                 "overlays": drawn}  # fmt: skip
     if model.calibrated:
         settings["probabilities"] = {name: dataclasses.asdict(each) for name, each in model.calibrated.items()}
