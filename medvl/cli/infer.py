@@ -68,8 +68,13 @@ def infer(
     model = ImageModel(loaded, texts or None, prompts=prompts, calibration=fitted)
     accepted = tuple(name.strip().upper() for name in modality)
     drawn = overlays if out is not None and overlays and can_draw(model) else 0
-    settings: dict[str, Any] = {"checkpoint": checkpoint_sha256(checkpoint), "texts": list(texts), "prompts": prompts, "frame": frame,
-                "overlays": drawn}  # fmt: skip
+    settings: dict[str, Any] = {
+        "checkpoint": checkpoint_sha256(checkpoint),
+        "texts": list(texts),
+        "prompts": prompts,
+        "frame": frame,
+        "overlays": drawn,
+    }
     if model.calibrated:
         settings["probabilities"] = {name: dataclasses.asdict(each) for name, each in model.calibrated.items()}
     if accepted:
