@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 import medvl
-from medvl.data import ShardSource, Tokenizer, train_wordpiece
+from medvl.data import ShardSource, Tokenizer, join_texts, train_wordpiece
 from medvl.schema import Batch
 
 
@@ -30,7 +30,7 @@ class Pairs(Dataset[dict[str, Any]]):
         return len(self.source)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        text = " ".join(self.source.sample(index).sections.values())
+        text = join_texts(self.source.sample(index).sections.values())
         return {"image_CHW": self.transform(self.source.pixels(index))[0], "text": text}
 
 

@@ -86,6 +86,7 @@ if TYPE_CHECKING:
     from medvl.data.reports.laterality import swap_laterality as swap_laterality
     from medvl.data.reports.negation import mention_values as mention_values
     from medvl.data.reports.sections import Report as Report, parse_report as parse_report, read_report as read_report
+    from medvl.data.reports.sentences import join_texts as join_texts, split_sentences as split_sentences
     from medvl.data.reports.statements import statement as statement, statements_of as statements_of
     from medvl.data.shards.format import (
         Index as Index,

@@ -11,6 +11,7 @@ import torch
 from tqdm import tqdm
 
 from medvl.data.images.codecs import encode_jpeg, resize_short_side
+from medvl.data.reports.sentences import join_texts
 from medvl.data.shards.source import ShardSource
 from medvl.errors import ConfigError, ImageError, ShardError
 from medvl.serve.models import ServedModel
@@ -75,7 +76,7 @@ class Gallery:
 
     def _card(self, cosine: float, position: int) -> dict[str, Any]:
         sample, pixels = self.source.sample(position), self.source.pixels(position)
-        text = " ".join(sample.sections.values())
+        text = join_texts(sample.sections.values())
         jpeg = encode_jpeg(resize_short_side(pixels, _THUMBNAIL), 85)
         return {
             "cosine": cosine,

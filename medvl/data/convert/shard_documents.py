@@ -5,6 +5,7 @@ from pathlib import Path
 
 from medvl.data.corpora.common.documents import Document
 from medvl.data.privacy.deidentify import Deidentifier
+from medvl.data.reports.sentences import join_texts
 from medvl.data.shards.format import split_folders
 from medvl.data.shards.source import ShardSource
 from medvl.errors import SplitError
@@ -27,4 +28,4 @@ def read_shard_documents(folder: Path, deid: Deidentifier, sections: Sequence[st
                 continue
             seen.add(sample.study)
             texts = [sample.sections[name] for name in sections or sample.sections if sample.sections.get(name)]
-            yield Document(text="\n".join(texts), patient=sample.patient, split=sample.split)
+            yield Document(text=join_texts(texts, "\n"), patient=sample.patient, split=sample.split)

@@ -19,6 +19,7 @@ from medvl.data.corpora.common.cells import (
     is_like_decimal,
     json_value,
     raw_text,
+    report_text,
 )
 from medvl.data.corpora.common.record_file import Records
 from medvl.data.corpora.common.row_checks import RowChecks
@@ -34,7 +35,9 @@ from medvl.data.corpora.common.tables import (
     report_sections,
 )
 from medvl.data.privacy.deidentify import Deidentifier, cap_age
+from medvl.data.reports.headings import column_section
 from medvl.data.reports.sections import parse_report
+from medvl.data.reports.sentences import join_texts
 from medvl.data.splits import DEFAULT_FRACTIONS, check_fractions, check_name, hash_split
 from medvl.errors import ConfigError, CorpusError
 from medvl.schema import Sample
@@ -59,7 +62,8 @@ class TableColumns:
     patient_column: str
     """Patient id, which splits are disjoint by; hashed."""
     text_column: tuple[str, ...] = ()
-    """Columns with a report, a caption, or sections of a report. Texts of the same section are joined."""
+    """Columns with a report, a caption, or sections of a report, which are stored under the section's name
+    (`findings` for `section_findings`). Texts of the same section are joined."""
     study_column: str | None = None
     """Study id; images of one study share their report. Default: each row is a study. Hashed."""
     split_column: str | None = None
@@ -261,18 +265,18 @@ class _RowReader:
     def _sections(self, number: int, row: Mapping[str, Any]) -> dict[str, str]:
         sections: dict[str, str] = {}
         for column in self.columns.text_column:
-            text = cell_text(row[column])
+            text = report_text(row[column], self.warnings)
             if len(text) > MAX_CELL_CHARACTERS:
                 message = f"row {number}: {column} has more than {MAX_CELL_CHARACTERS} characters"
                 raise CorpusError(f"{message}; shorten the text, or leave the row out", "too_large", field=column)
-            parts = {column: text} if text else {}
+            parts = {column_section(column): text} if text else {}
             if text and self.parse_reports:
                 report = parse_report(text)
                 if report.has_headers:
                     parts = report_sections(report, self.warnings)
             for name, part in parts.items():
                 known = sections.get(name, part)
-                sections[name] = part if known == part else f"{known} {part}"
+                sections[name] = part if known == part else join_texts([known, part])
         return sections
 
     def _labels(self, number: int, row: Mapping[str, Any]) -> dict[str, int]:

@@ -13,6 +13,7 @@ from medvl.data.loading.loader import Loader, batch_sampler, check_settings
 from medvl.data.loading.skipped import NO_TEXT, SkippedSample
 from medvl.data.loading.sources import Source
 from medvl.data.loading.worker_errors import TIMEOUT
+from medvl.data.reports.sentences import join_texts
 from medvl.errors import ShardError
 from medvl.schema import Batch, Sample
 
@@ -53,7 +54,7 @@ class SequenceDataset(Dataset[Any]):
 
     def _text(self, sample: Sample) -> str:
         names = self.sections or sample.sections
-        return "\n".join(sample.sections[name] for name in names if sample.sections.get(name, "").strip())
+        return join_texts((sample.sections.get(name, "") for name in names), "\n")
 
     def _other(self, sample: Sample, rng: np.random.Generator) -> str:
         """Return the text of a random other document; empty where there is none that can be read."""

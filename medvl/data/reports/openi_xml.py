@@ -14,6 +14,9 @@ from pathlib import Path, PurePosixPath
 from xml.etree import ElementTree
 
 from medvl.common.untrusted import ANYWHERE, InputFolders, parse_xml, read_limited
+from medvl.data.reports.cleaning import clean_text
+from medvl.data.reports.lines import one_line
+from medvl.data.reports.sentences import join_texts
 from medvl.errors import CorpusError
 
 MAX_XML_BYTES = 1 << 20
@@ -23,8 +26,6 @@ MAX_ARCHIVE_BYTES = 1 << 28
 
 _ID = re.compile(r"CXR\d{1,6}")
 _IMAGE_ID = re.compile(r"[A-Za-z0-9_-]{1,64}")  # used as a file name, so without dots and slashes
-
-_LINE_BREAK = re.compile(r"<br */?>", re.IGNORECASE)  # some texts contain escaped HTML
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -88,7 +89,7 @@ def _report(root: ElementTree.Element) -> OpeniReport:
     for element in root.iter("AbstractText"):
         name, text = element.get("Label", "").lower(), _text(element)
         if text:
-            sections[name] = f"{sections[name]} {text}" if name in sections else text
+            sections[name] = join_texts([sections.get(name, ""), text])
         else:
             empty.append(name)
     return OpeniReport(
@@ -113,7 +114,7 @@ def _terms(root: ElementTree.Element, kind: str) -> tuple[str, ...]:
 
 
 def _text(element: ElementTree.Element | None) -> str:
-    return "" if element is None else " ".join(_LINE_BREAK.sub(" ", "".join(element.itertext())).split())
+    return "" if element is None else one_line(clean_text("".join(element.itertext())))
 
 
 def _folder_files(folder: Path, folders: InputFolders) -> Iterator[tuple[str, bytes]]:

@@ -1,11 +1,12 @@
 """Sentence splitter for dictated text: decimals, titles, masks, numbered lists and missing spaces."""
 
+import itertools
 import re
+from collections.abc import Iterable
 
-_BLOCK = re.compile(
-    r"\n[ \t]*\n"  # a blank line
-    r"|\n(?=[ \t]*(?:[-*•][ \t]|\(?\d{1,2}[.)][ \t]+[A-Z_]))"  # a list item on a line of its own
-)
+from medvl.data.reports.cleaning import clean_spaces
+from medvl.data.reports.lines import end_statement, units
+
 _STOP = re.compile(r"[.!?]+[)\]\"']*")
 _LEADER = re.compile(r"(?:[-*•]+\s*|\(?\d{1,2}[.)]\s*(?=\D)|#\s?\d{1,2}[.:)]?\s+)+")
 _SPACES = re.compile(r"\s*")
@@ -30,16 +31,38 @@ _NUMBERED = re.compile(r"grade|type|stage|level|segment|zone|class|category|numb
 def split_sentences(text: str) -> list[str]:
     """Return the sentences of a text in order, with their punctuation.
 
-    Line wraps are undone; blank lines and list items end sentences. List numbers and dashes are removed. Masks (`___`,
-    `XXXX`) are kept as words, but sentences of only masks and numbers are left out.
+    Line wraps are undone; blank lines, list items, and statements on lines of their own end sentences, with or without
+    a full stop. List numbers and dashes are removed. Masks (`___`, `XXXX`) are kept as words, but sentences of only
+    masks and numbers are left out.
     """
     sentences = []
-    for block in _BLOCK.split(text.replace("\r\n", "\n")):
-        for sentence in _split_block(" ".join(block.split())):
+    for unit in units(clean_spaces(text)):
+        content = unit.text if unit.keeps_mark else unit.text[unit.mark :].lstrip()
+        for sentence in _split_block(content):
             sentence = sentence[_leader_end(sentence) :].strip()
             if _LETTER.search(sentence.replace("XXXX", "")):
                 sentences.append(sentence)
     return sentences
+
+
+def join_texts(texts: Iterable[str], separator: str = " ") -> str:
+    """Return texts, such as the sections of a report, as one text in which no two of them share a sentence.
+
+    A text without final punctuation gets a full stop where another one follows. Where that is not enough, as after
+    "4 cm." before a small letter, a blank line is between them.
+    """
+    joined = ""
+    for text in texts:
+        if not text.strip():
+            continue
+        if joined:
+            joined = end_statement(joined)
+            end = " ".join(joined[-_LONGEST_WORD:].split())
+            start = " ".join(text[:_LONGEST_WORD].split())
+            is_divided = len(end) in itertools.accumulate(map(len, _split_block(f"{end} {start}")))
+            joined += separator if is_divided else "\n\n"
+        joined += text
+    return joined
 
 
 def sentence_spans(text: str) -> list[tuple[int, int]]:

@@ -8,8 +8,8 @@ from typing import Literal, Protocol, get_args, runtime_checkable
 import numpy as np
 
 from medvl.common.checks import check_choice, check_within
-from medvl.data.reports.sections import CONTEXT_SECTIONS, DESCRIPTIVE_SECTIONS, section_name
-from medvl.data.reports.sentences import split_sentences
+from medvl.data.reports.headings import CONTEXT_SECTIONS, DESCRIPTIVE_SECTIONS, section_name
+from medvl.data.reports.sentences import join_texts, split_sentences
 
 _WORD = re.compile(r"\w+")
 REPORT_SECTIONS = ("findings", "impression")
@@ -46,6 +46,9 @@ def choose_sections(sections: Mapping[str, str], names: Sequence[str]) -> list[s
     if chosen:
         return chosen
     texts = [(section_name(name), text) for name, text in sections.items() if text]
+    chosen = [text for wanted in names for name, text in texts if name == wanted]
+    if chosen:
+        return chosen  # columns such as "section_findings"
     described = [text for name, text in texts if name in DESCRIPTIVE_SECTIONS]
     return described or [text for name, text in texts if name not in CONTEXT_SECTIONS]
 
@@ -62,7 +65,7 @@ class RandomSentence:
         texts = choose_sections(sections, self.sections)
         candidates = _sentences(texts, self.min_tokens)
         if not candidates:
-            return " ".join(texts)
+            return join_texts(texts)
         return candidates[int(rng.integers(len(candidates)))]
 
 
@@ -86,7 +89,7 @@ class SwappedSentences:
         texts = choose_sections(sections, self.sections)
         sentences = _sentences(texts, self.min_tokens)
         if not sentences:
-            return " ".join(texts)
+            return join_texts(texts)
         for _ in range(int(rng.geometric(1 - self.swap_probability)) - 1):
             a, b = rng.integers(len(sentences), size=2).tolist()
             sentences[a], sentences[b] = sentences[b], sentences[a]
@@ -106,7 +109,7 @@ class ShuffledSentences:
         texts = choose_sections(sections, self.sections)
         sentences = _sentences(texts, min_tokens=1)
         if not sentences:
-            return " ".join(texts)
+            return join_texts(texts)
         kept = rng.permutation(len(sentences))[: rng.integers(1, len(sentences) + 1)]
         return "\n\n".join(sentences[place] for place in kept.tolist())
 
@@ -127,7 +130,7 @@ class WholeText:
 
     def __call__(self, sections: Mapping[str, str], rng: np.random.Generator) -> str:
         if self.missing == "other_sections" or any(sections.get(name) for name in self.sections):
-            text = " ".join(choose_sections(sections, self.sections))
+            text = join_texts(choose_sections(sections, self.sections))
             return text if len(_WORD.findall(text)) >= self.min_tokens else ""
         return f"NO {self.sections[0].upper()}" if self.missing == "literal" else ""
 

@@ -7,6 +7,7 @@ from torch import nn
 
 from medvl.common.label_names import match_labels
 from medvl.data.loading.sources import Source
+from medvl.data.reports.sentences import join_texts
 from medvl.data.tokenizer.tokenizer import Tokenizer
 from medvl.data.transforms.text import REPORT_SECTIONS, choose_sections
 from medvl.errors import ConfigError, EvaluationError
@@ -90,7 +91,7 @@ def generate_by_decoding(
     reports: dict[str, list[GeneratedReport]] = {name: [] for name in decodings}
     for position in range(len(loader.source)):
         sample = loader.source.sample(position)
-        reference = " ".join(choose_sections(sample.sections, sections))
+        reference = join_texts(choose_sections(sample.sections, sections))
         if not reference:
             continue
         of_image = _labels(sample, labels, loader.source)

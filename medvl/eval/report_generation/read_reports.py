@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 from medvl.common.text_files import read_json_objects
 from medvl.data.loading.sources import Source
+from medvl.data.reports.sentences import join_texts
 from medvl.data.transforms.text import choose_sections
 from medvl.errors import EvaluationError
 from medvl.eval.core.subgroups import subgroups_of
@@ -72,7 +73,7 @@ def references_of(source: Source, sections: tuple[str, ...]) -> dict[str, Refere
     references = {}
     for position in range(len(source)):
         sample = source.sample(position)
-        text = " ".join(choose_sections(sample.sections, sections))
+        text = join_texts(choose_sections(sample.sections, sections))
         if text:
             references[sample.key] = Reference(sample.patient, text, subgroups_of(sample))
     return references

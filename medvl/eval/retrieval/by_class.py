@@ -30,6 +30,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from medvl.data.reports.lines import one_line
+from medvl.data.reports.sentences import join_texts
 from medvl.data.transforms.text import REPORT_SECTIONS, choose_sections
 from medvl.errors import EvaluationError
 from medvl.eval.classification.label_policy import LabelPolicy
@@ -326,7 +328,7 @@ def _relevance(items: Sequence[Item], classes: Sequence[str]) -> Array:
 
 
 def _text(sample: Sample) -> str:
-    return " ".join(" ".join(choose_sections(sample.sections, REPORT_SECTIONS)).split())
+    return one_line(join_texts(choose_sections(sample.sections, REPORT_SECTIONS)))
 
 
 def _precisions(

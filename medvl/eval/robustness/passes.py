@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from medvl.data.loading.sources import Source, region_manifest_of
+from medvl.data.reports.lines import one_line
 from medvl.data.transforms.text import WholeText
 from medvl.errors import EvaluationError
 from medvl.eval.core.full_pass import FullPass, column, samples_by_key
@@ -115,7 +116,7 @@ def own_texts(source: Source) -> tuple[Items, TextRows]:
     """
     whole, nothing = WholeText(), np.random.default_rng(0)
     samples = [sample for _, sample in samples_by_key(source).values()]
-    texts = [" ".join(whole(sample.sections, nothing).split()) for sample in samples]
+    texts = [one_line(whole(sample.sections, nothing)) for sample in samples]
     items = choose_texts(texts, [sample.patient for sample in samples])
     rows = zip(items.position_N.tolist(), items.text_N3.tolist(), strict=True)
     return items, {samples[position].key: row for position, row in rows}

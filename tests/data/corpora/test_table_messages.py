@@ -86,7 +86,7 @@ def test_label_cells_of_other_programs_are_read(
 ) -> None:
     (sample,) = samples(tmp_path, deid, f"a.png,p,{cell if label is None else 'Clear.'},{cell},\n")
     assert sample.labels.get("edema") == label
-    assert sample.sections == ({"text": "None"} if cell == "None" else {} if label is None else {"text": "Clear."})
+    assert sample.sections == ({} if label is None else {"text": "Clear."})
 
 
 def test_missing_patients_and_categories_are_not_words(tmp_path: Path, deid: Deidentifier) -> None:

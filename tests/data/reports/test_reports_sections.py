@@ -151,13 +151,13 @@ def test_misspelt_headers_as_in_the_section_parser_of_mimic_cxr(header, spelling
         ("IMPRESSION: Clear.\n  DICTATED BY: DOE\n JANE", {"impression": "Clear.", "dictated by": "DOE JANE"}),
         ("Impression: Clear.\n/s/ Jane Doe, MD", {"impression": "Clear.", "signed by": "Jane Doe, MD"}),
         ("Impression: Clear.\nReported by: Jane Doe", {"impression": "Clear.", "reported by": "Jane Doe"}),
-        ("Indication: Cough\nReported by the patient.", {"indication": "Cough Reported by the patient."}),
+        ("Indication: Cough\nReported by the patient.", {"indication": "Cough. Reported by the patient."}),
         ("MRN# 12345\nFindings: Clear.", {"mrn": "12345", "findings": "Clear."}),
         ("Findings: Clear.\nAccession no. 9876543", {"findings": "Clear.", "accession no": "9876543"}),
         ("Date of birth: 1950\nFindings: Clear.", {"date of birth": "1950", "findings": "Clear."}),
         ("FINDINGS:1. Clear.\nIMPRESSION:2 mm nodule.", {"findings": "1. Clear.", "impression": "2 mm nodule."}),
         ("CLINICAL HISTORY: Cough. FINDINGS:1. Clear.", {"history": "Cough.", "findings": "1. Clear."}),
-        ("FINDINGS: Clear.\nRatio:2\nSeen at:10:30", {"findings": "Clear. Ratio:2 Seen at:10:30"}),
+        ("FINDINGS: Clear.\nRatio:2\nSeen at:10:30", {"findings": "Clear. Ratio:2. Seen at:10:30"}),
         *(
             (f"FINDINGS: Clear.\n{line}\nIMPRESSION: Normal.", {"findings": "Clear.", name: "12", "impression": "Normal."})
             for line, name in [

@@ -2,8 +2,10 @@
 
 import math
 import re
+from collections import Counter
 
 from medvl.common.untrusted import parse_json
+from medvl.data.reports.cleaning import clean_spaces, clean_text, is_no_text, is_reference
 
 _MISSING = {"nan", "NaN", "NA", "<NA>", "N/A", "n/a", "#N/A", "null", "NULL"}
 """Cells that pandas, R and spreadsheets write for a missing value."""
@@ -25,6 +27,21 @@ def cell_text(value: object) -> str:
     """Return the text of a cell; "" for the usual marks of a missing value."""
     text = raw_text(value)
     return "" if text in _MISSING else text
+
+
+def report_text(value: object, warnings: Counter[str]) -> str:
+    """Return the text of a cell with a report, a section or a caption, without the traces of its export.
+
+    "" for marks of a missing value (also `None` and `--`), and for texts that only refer to another one ("See
+    impression."); both are counted, and so are texts with markup, entities, escapes or control characters.
+    """
+    raw = raw_text(value)
+    text = clean_text(raw).strip()
+    if is_no_text(text) or is_reference(text):
+        warnings["missing_texts" if is_no_text(text) else "texts_referring_elsewhere"] += bool(raw)
+        return ""
+    warnings["cleaned_texts"] += text != clean_spaces(raw).strip()
+    return text
 
 
 def cell_id(value: object) -> str:

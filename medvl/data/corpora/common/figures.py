@@ -1,8 +1,6 @@
 """Figures of the literature: their texts, and splits that keep the figures of one article together."""
 
 import dataclasses
-import html
-import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, get_args
@@ -10,13 +8,12 @@ from typing import Any, Literal, get_args
 from medvl.common.checks import check_choice
 from medvl.data.corpora.common.record_file import Records
 from medvl.data.corpora.common.tables import Plan, Record
+from medvl.data.reports.cleaning import replace_entities
 from medvl.data.splits import DEFAULT_FRACTIONS, hash_split
 from medvl.errors import CorpusError, SplitError
 
 MIN_WORDS = 3
 """Shorter captions and references do not describe the image ("see text"); M3AE leaves out the same."""
-
-_ENTITY = re.compile(r"&(?:#\d{1,7}|#[xX][0-9a-fA-F]{1,6}|[A-Za-z][A-Za-z0-9]{1,31});")
 
 SplitRule = Literal["official", "repaired", "by-article"]
 
@@ -49,7 +46,7 @@ def figure_sections(caption: str | None, references: Iterable[str] | None, warni
 
 
 def _clean(text: str) -> str:
-    return " ".join(_ENTITY.sub(lambda entity: html.unescape(entity[0]), text).split())
+    return " ".join(replace_entities(text).split())
 
 
 def read_references(row: Mapping[str, Any], field: str, where: str) -> list[str]:

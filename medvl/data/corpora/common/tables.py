@@ -20,6 +20,7 @@ from medvl.data.corpora.common.row_counts import IMAGES, RowCounts
 from medvl.data.privacy.deidentify import is_identifying_header
 from medvl.data.privacy.identifiers import find_identifiers
 from medvl.data.reports.sections import Report, read_report
+from medvl.data.reports.sentences import join_texts
 from medvl.data.transforms.text import choose_sections
 from medvl.errors import ConfigError, CorpusError
 from medvl.schema import FINDINGS, Sample
@@ -121,17 +122,20 @@ def read_record(record: Record, warnings: Counter[str], folders: InputFolders) -
 def report_sections(report: Report, warnings: Counter[str]) -> dict[str, str]:
     """Return the sections of a report that are stored, and count what is left out.
 
-    Sections that identify a person are left out, like text before the first header, which often does, and all but the
-    last of several sections with the same name. `addendum` is added, and `last_paragraph` where findings and impression
-    are missing.
+    Sections that identify a person are left out, like those about the handling of the report, text before the first
+    header, which often names a person, and all but the last of several findings or impressions. `addendum` is added,
+    and `last_paragraph` where findings and impression are missing.
     """
     sections = {name: text for name, text in report.sections.items() if not is_identifying_header(name)}
     warnings["sections_naming_a_person"] += len(report.sections) - len(sections)
+    for name in sections.keys() & set(report.administrative_sections):
+        del sections[name]
+        warnings["administrative_sections"] += 1
     if report.findings is None and report.impression is None and report.last_paragraph:
         sections["last_paragraph"] = report.last_paragraph
         warnings["no_findings_or_impression"] += 1
     if report.addenda:
-        sections["addendum"] = " ".join(report.addenda)
+        sections["addendum"] = join_texts(report.addenda)
     warnings["text_before_first_header"] += report.preamble not in (None, sections.get("last_paragraph"))
     warnings["repeated_sections"] += len(report.repeated_sections)
     warnings["empty_sections"] += len(report.empty_sections)

@@ -20,6 +20,9 @@ from medvl.data.corpora.common.record_file import Records
 from medvl.data.corpora.common.row_counts import RowCounts
 from medvl.data.corpora.common.tables import Plan, Record, check_columns, malformed
 from medvl.data.privacy.deidentify import Deidentifier
+from medvl.data.reports.cleaning import clean_text
+from medvl.data.reports.lines import one_line
+from medvl.data.reports.sentences import join_texts
 from medvl.errors import CorpusError
 from medvl.schema import Sample
 
@@ -119,10 +122,10 @@ def _sample(
 
 def _report_sections(texts: list[str], warnings: Counter[str]) -> dict[str, str]:
     """Return impression and findings of a report, in the order of the preparation, or its only text as findings."""
-    texts = [" ".join(text.split()) for text in texts]
+    texts = [one_line(clean_text(text)) for text in texts]
     if len(texts) == 2 and all(texts):
         return {"impression": texts[0], "findings": texts[1]}
-    text = " ".join(filter(None, texts))
+    text = join_texts(texts)
     warnings["empty_report"] += not text
     return {"findings": text} if text else {}
 

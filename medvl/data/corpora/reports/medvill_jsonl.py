@@ -16,6 +16,8 @@ from medvl.data.corpora.common.record_file import Records
 from medvl.data.corpora.common.row_counts import RowCounts
 from medvl.data.corpora.common.tables import Plan, Record, malformed, read_json_lines, read_table
 from medvl.data.privacy.deidentify import Deidentifier
+from medvl.data.reports.cleaning import clean_text
+from medvl.data.reports.lines import one_line
 from medvl.errors import ConfigError, CorpusError
 from medvl.schema import Sample
 
@@ -92,7 +94,7 @@ def _sample(
     else:
         patient = study = row["id"]
         warnings["patient_unknown"] += 1
-    text = " ".join(row["text"].split())
+    text = one_line(clean_text(row["text"]))
     warnings["empty_report"] += not text
     labels = _LABEL.findall(row["label"])
     warnings["label_unreadable"] += bool(row["label"].strip(" '")) and not labels

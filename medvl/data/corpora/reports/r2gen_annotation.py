@@ -14,6 +14,8 @@ from medvl.data.corpora.common.record_file import Records
 from medvl.data.corpora.common.row_counts import RowCounts
 from medvl.data.corpora.common.tables import Plan, Record, malformed
 from medvl.data.privacy.deidentify import Deidentifier
+from medvl.data.reports.cleaning import clean_text
+from medvl.data.reports.lines import one_line
 from medvl.errors import CorpusError
 from medvl.schema import Sample
 
@@ -74,7 +76,7 @@ def _samples(
     if not isinstance(name, str) or not isinstance(report, str) or not isinstance(paths, list) or not paths:
         raise malformed(where, "expected id, report and image_path")
     patient, study = _ids(name, fields, where)
-    text = " ".join(report.split())
+    text = one_line(clean_text(report))
     warnings["empty_report"] += not text
     samples = []
     for number, relative in enumerate(paths):
