@@ -7,9 +7,11 @@ mended.
 import csv
 import dataclasses
 import json
+import re
 import subprocess
 import sys
 import tarfile
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,7 @@ import odd_dicom
 import odd_files
 import odd_images
 import odd_labels
+import odd_reports
 import odd_tables
 import odd_tars
 import odd_texts
@@ -31,7 +34,15 @@ from torch import Tensor
 
 from medvl.cli import main as cli
 from medvl.common.untrusted import ANYWHERE
-from medvl.data import EntityFinder, decode_image, label_report, mention_values, read_image, statements_of
+from medvl.data import (
+    EntityFinder,
+    decode_image,
+    label_report,
+    mention_values,
+    read_image,
+    split_sentences,
+    statements_of,
+)
 from medvl.data.corpora.common.spreadsheet import read_sheet
 from medvl.data.shards.format import Manifest, split_folders
 from medvl.data.shards.source import ShardSource
@@ -427,3 +438,54 @@ def test_import_reads_one_set_of_weights_and_lists_the_others(
     broken = medvl(capsys, "import", "biovil_image", tmp_path / "nan.pt", "--out", tmp_path / "nan")
     assert broken.status != 0
     assert "NaN or infinite" in broken.err
+
+
+def converted_reports(
+    capsys: pytest.CaptureFixture[str], folder: Path, rows: list[dict[str, str]], *options: str
+) -> tuple[dict[str, dict[str, str]], str]:
+    """Convert a table of reports; return the stored sections by the column `name`, and the output."""
+    table, salt, out = folder / "reports.jsonl", folder / "salt", folder / "shards"
+    table.write_text(
+        "".join(json.dumps({"patient": f"p{n}", "split": "train", **row}) + "\n" for n, row in enumerate(rows))
+    )
+    salt.write_text("5e" * 32)
+    salt.chmod(0o600)
+    columns = ("--patient-column", "patient", "--split-column", "split", "--extra-column", "name")
+    made = medvl(capsys, "shards", "table", "--table", table, *columns, "--salt-file", salt, "--out", out, *options)
+    assert made.status == 0, made.err
+    assert medvl(capsys, "verify", out / "train").status == 0
+    samples = ShardSource(out / "train")
+    stored = [samples.sample(position) for position in range(len(samples))]
+    return {str(sample.extra["name"]): dict(sample.sections) for sample in stored}, made.out
+
+
+def test_reports_in_the_layouts_of_many_hospitals(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    rows = [{"name": name, "report": layout.text} for name, layout in odd_reports.LAYOUTS.items()]
+    stored, printed = converted_reports(capsys, tmp_path, rows, "--text-column", "report", "--parse-reports")
+    assert stored.keys() == odd_reports.LAYOUTS.keys()
+    for name, layout in odd_reports.LAYOUTS.items():
+        sections = stored[name]
+        for section, sentences in (("findings", layout.findings), ("impression", layout.impression)):
+            found = [sentence.rstrip(".,;") for sentence in split_sentences(sections.pop(section, ""))]
+            assert found == list(sentences), (name, section)
+        assert set(sections) == set(layout.context), name
+    for count, times in Counter(count for layout in odd_reports.LAYOUTS.values() for count in layout.counts).items():
+        assert int(re.search(rf"(\d+) {count}\b", printed)[1]) >= times, (count, printed)
+
+
+def test_cells_of_texts(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    texts = (*odd_reports.NO_TEXT_CELLS, *odd_reports.POINTING_CELLS, *odd_reports.CLEANED_CELLS)
+    rows = [
+        {"name": f"{n}.", "section_findings": text, "section_clinical_history": "Pneumonia?"}
+        for n, text in enumerate(texts)
+    ]
+    columns = ("--text-column", "section_findings", "section_clinical_history")
+    stored, printed = converted_reports(capsys, tmp_path, rows, *columns)
+    for n, text in enumerate(texts):
+        findings = odd_reports.CLEANED_CELLS.get(text)
+        assert stored[f"{n}."] == ({} if findings is None else {"findings": findings}) | {"history": "Pneumonia?"}, text
+    missing = sum(bool(text.strip()) for text in odd_reports.NO_TEXT_CELLS)
+    assert f"{missing} missing_texts" in printed
+    assert f"{len(odd_reports.POINTING_CELLS)} texts_referring_elsewhere" in printed
+    assert f"{len(odd_reports.NO_TEXT_CELLS) + len(odd_reports.POINTING_CELLS)} no_description" in printed
+    assert "cleaned_texts" in printed
