@@ -157,3 +157,12 @@ def test_a_tokenizer_with_more_ids_than_the_model_is_refused(run: Path) -> None:
     ).save(folder / "tokenizer")
     with raises(CheckpointError, "mismatch", names="embeddings"):
         medvl.load(folder)
+
+
+@pytest.mark.parametrize("link", ["eval", "eval/step-1", "eval/step-1/retrieval"])
+def test_results_are_not_written_where_a_link_in_a_run_leads(run: Path, tmp_path: Path, link: str) -> None:
+    (tmp_path / "documents").mkdir()
+    (run / link).parent.mkdir(parents=True, exist_ok=True)
+    (run / link).symlink_to(tmp_path / "documents")
+    with raises(ConfigError, "outside_folder", names=link):
+        default_folder(run, "retrieval")

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from medvl.common.files import MARKER
+from medvl.common.folders import refuse_links
 from medvl.common.untrusted import parse_json
 from medvl.data.shards.format import Manifest
 from medvl.errors import EvaluationError
@@ -45,8 +46,16 @@ WritePage = Callable[[Path, PageHeader], Path]
 
 
 def default_folder(checkpoint: Path | str, task: str) -> Path:
-    """Return the folder of a task's results for a checkpoint, a run (its best checkpoint) or a file of predictions."""
-    return evaluations_of(checkpoint) / task
+    """Return the folder of a task's results for a checkpoint, a run (its best checkpoint) or a file of predictions.
+
+    Raises ConfigError where the folder, or one between it and that of the checkpoint, is a link.
+    """
+    folder = evaluations_of(checkpoint) / task
+    # A checkpoint that somebody else made may bring links along; results would be written where they lead.
+    within = folder.parts[::-1].index(EVALUATIONS) + 1
+    for path in [folder, *folder.parents][:within]:
+        refuse_links(path.parent, path.name)
+    return folder
 
 
 def evaluations_of(checkpoint: Path | str) -> Path:
