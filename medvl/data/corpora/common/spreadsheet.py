@@ -22,8 +22,9 @@ MAX_UNPACKED_BYTES = 1 << 26
 """Largest accepted unpacked workbook; LViT's tables have under 2 MB."""
 MAX_ROWS, MAX_COLUMNS = 1 << 20, 256
 """Rows of the largest sheet that spreadsheets write; columns that are read."""
-MAX_CELLS = 1 << 18
-"""Largest accepted number of cells with content; LViT's tables have under 20,000."""
+FREE_CELLS = 1 << 18
+"""Cells with content that any workbook may have: four seconds of reading. A larger one may have one for every two of its
+bytes; spreadsheets write five bytes and more for a cell."""
 
 
 def read_sheet(path: Path, required: Iterable[str], folders: InputFolders) -> Iterator[dict[str, str]]:
@@ -73,11 +74,13 @@ def _rows(path: Path, file: BinaryIO) -> Iterator[dict[int, str]]:
     book: Any = openpyxl.load_workbook(file, read_only=True, data_only=True, keep_links=False)
     sheet = book.worksheets[0]
     sheet.reset_dimensions()  # the file states them, and may be wrong
-    cells = 0
+    cells, most = 0, max(FREE_CELLS, os.fstat(file.fileno()).st_size // 2)
     for row in sheet.iter_rows(max_row=MAX_ROWS, max_col=MAX_COLUMNS, values_only=True):
         if row.count(None) < len(row):  # before a row with a large number, openpyxl yields empty ones
             texts = {column: str(value) for column, value in enumerate(row) if value not in (None, "")}
             cells += len(texts)
-            if cells > MAX_CELLS:
-                raise CorpusError(f"{path} has more than {MAX_CELLS} cells; save it as CSV", "too_large")
+            if cells > most:
+                raise CorpusError(
+                    f"{path} has more than {most} cells, too many for its size; save it as CSV", "too_large"
+                )
             yield from [texts] if texts else []
