@@ -23,8 +23,8 @@ MAX_UNPACKED_BYTES = 1 << 26
 MAX_ROWS, MAX_COLUMNS = 1 << 20, 256
 """Rows of the largest sheet that spreadsheets write; columns that are read."""
 FREE_CELLS = 1 << 18
-"""Cells with content that any workbook may have: four seconds of reading. A larger one may have one for every two of its
-bytes; spreadsheets write five bytes and more for a cell."""
+"""Cells with content that any workbook may have: four seconds of reading. A larger one may have one for every two of
+its bytes; spreadsheets write five bytes and more for a cell."""
 
 
 def read_sheet(path: Path, required: Iterable[str], folders: InputFolders) -> Iterator[dict[str, str]]:
