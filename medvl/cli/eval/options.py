@@ -38,7 +38,7 @@ class RunOptions:
     out: Path | None = None
     """folder for the output files; default RUN/eval/STEP/TASK, or CHECKPOINT/eval/TASK outside of a run"""
     replace: bool = False
-    """replace results of another checkpoint in the output folder"""
+    """replace results of another checkpoint or of other data in the output folder"""
     resamples: int = 1000
     """bootstrap resamples"""
     batch: int = 64
@@ -181,15 +181,18 @@ def publish_result(
 ) -> None:
     """Write the files of an evaluation, on rank 0; print the table (default: of all rows) and the paths.
 
-    Of the options, `all` prints what does not fit on one screen, and `replace` replaces results of another checkpoint.
+    Of the options, `all` prints what does not fit on one screen, and `replace` replaces results of another checkpoint
+    or of other data; without it, results of other data get a folder beside the earlier ones.
     """
     from medvl.common.ranks import rank_and_world
     from medvl.eval.core.publish import publish
-    from medvl.eval.core.results import format_table
+    from medvl.eval.core.results import folder_for_data, format_table
 
     if rank_and_world()[0] > 0:
         return
 
+    if not options.replace:
+        folder = folder_for_data(folder, result.results.inputs)
     paths = publish(
         result.results,
         folder,

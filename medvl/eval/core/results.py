@@ -28,6 +28,8 @@ SUMMARY_TARGETS = ("macro_competition", "macro", "micro", "overall", "macro of f
 """Targets that are means over others; they come first in tables."""
 _MODEL_INPUTS = ("checkpoint", "predictions", "generator", "encoder")
 """Inputs that name the evaluated model."""
+_DATA_INPUTS = ("manifest", "questions")
+"""Inputs that name the evaluated data."""
 _PACKAGES = ("numpy", "open_clip_torch", "timm", "torch", "transformers")
 
 
@@ -132,6 +134,20 @@ def check_replaceable(folder: Path, inputs: Mapping[str, str | None]) -> None:
                 "another folder (--out), or replace them (--replace)"
             )
             raise EvaluationError(message, "exists", field="out")
+
+
+def folder_for_data(folder: Path, inputs: Mapping[str, str | None]) -> Path:
+    """Return the folder for results: `folder`, or `folder-HASH` where it holds results on other data.
+
+    HASH is the first eight digits of the hash of the data, so that a later evaluation on them has the same folder.
+    """
+    path = folder / "results.json"
+    earlier = read_results(path).inputs if path.is_file() else {}
+    for name in _DATA_INPUTS:
+        known, new = earlier.get(name), inputs.get(name)
+        if known is not None and new is not None and known != new:
+            return folder.with_name(f"{folder.name}-{new[:8]}")
+    return folder
 
 
 def _short(digest: str | None) -> str:

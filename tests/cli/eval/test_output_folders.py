@@ -11,6 +11,7 @@ from helpers.label_shards import make_shards
 
 import medvl
 from medvl.cli import main as cli
+from medvl.data import ShardSource
 from medvl.data.tokenizer.tokenizer import train_wordpiece
 from medvl.errors import EvaluationError
 from medvl.eval import default_folder, read_results, write_results
@@ -91,6 +92,21 @@ def test_results_of_another_checkpoint_are_replaced_on_request_only(
     assert "--replace" in text
     evaluate(home, str(home / "imported/b"), *out, "--replace")
     assert read_results(tmp_path / "out").inputs["checkpoint"] == checkpoint_sha256(home / "imported/b")
+
+
+def test_results_on_other_data_are_kept(home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shutil.copytree(home / "imported/a", tmp_path / "a", ignore=shutil.ignore_patterns("eval"))
+    checkpoint, valid = str(tmp_path / "a"), str(home / "shards/validate")
+    evaluate(home, checkpoint)
+    for _ in range(2):  # the second one replaces the first, not the other data's
+        cli.main(["eval", "retrieval", "--checkpoint", checkpoint, "--data", valid, *COMMON])
+    folders = sorted((tmp_path / "a/eval").iterdir())
+    manifests = [read_results(folder).inputs["manifest"] for folder in folders]
+    assert [folder.name for folder in folders] == ["retrieval", f"retrieval-{str(manifests[1])[:8]}"]
+    assert manifests == [ShardSource(home / "shards" / split).fingerprint for split in ("test", "validate")]
+    assert str(folders[1]) in capsys.readouterr().out
+    cli.main(["eval", "retrieval", "--checkpoint", checkpoint, "--data", valid, *COMMON, "--replace"])
+    assert read_results(folders[0]).inputs["manifest"] == manifests[1]
 
 
 def test_results_are_written_over_others_on_request_only(tmp_path: Path) -> None:
