@@ -18,14 +18,13 @@ import signal
 import tempfile
 import threading
 import time
-from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 
 from medvl import phantom
-from medvl.data import Deidentifier, Plan, ShardOptions, ShardRun, encode_png, write_shards
+from medvl.data import Deidentifier, Plan, RowCounts, ShardOptions, ShardRun, encode_png, write_shards
 from medvl.data.corpora import table
 from medvl.data.corpora.reports import mimic_cxr
 from medvl.errors import ShardError
@@ -55,7 +54,8 @@ def main() -> None:
             root = folder / "mimic-cxr"
             phantom.write_mimic_cxr(root, patients=max(1, options.images // 3), size=options.size)
             records = mimic_cxr.plan(root, deid).records[: options.images]
-            plan = Plan("mimic-cxr", records, (), Counter())
+            rows = RowCounts(read=len(records), kept=len(records))
+            plan = Plan("mimic-cxr", records, (), rows)
             measure(plan, options, folder / "dicom", samples_per_shard=max(1, options.images // 24))
         if options.small:
             plan = small_files(folder / "small", options.small, deid)

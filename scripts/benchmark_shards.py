@@ -13,7 +13,7 @@ import argparse
 import multiprocessing
 import tempfile
 import time
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -22,7 +22,17 @@ import pydicom
 
 from medvl import phantom
 from medvl.common.untrusted import ANYWHERE
-from medvl.data import Deidentifier, Plan, Record, ShardOptions, ShardRun, ShardTask, build_shard, write_shards
+from medvl.data import (
+    Deidentifier,
+    Plan,
+    Record,
+    RowCounts,
+    ShardOptions,
+    ShardRun,
+    ShardTask,
+    build_shard,
+    write_shards,
+)
 from medvl.data.corpora.reports import mimic_cxr
 
 OPTIONS = ShardOptions(keep_textless=True)
@@ -96,7 +106,8 @@ def by_workers(records: Sequence[Record], deid: Deidentifier, folder: Path, work
     for number in workers:
         run = ShardRun(out=folder / f"shards-{number}", workers=number)
         started = time.perf_counter()
-        write_shards(Plan("mimic-cxr", records, (), Counter()), deid, run, shard_options)
+        rows = RowCounts(read=len(records), kept=len(records))
+        write_shards(Plan("mimic-cxr", records, (), rows), deid, run, shard_options)
         converted = len(records) / (time.perf_counter() - started)
         bare = bare_rate(records, number)
         first = first or (converted / number, bare / number)

@@ -72,8 +72,8 @@ def import_published(
         return _import_stable_diffusion(file, out)
     from medvl.export.importers.import_checkpoint import REPORT, import_checkpoint
 
-    options = {"text_file": text_file, "entities": entities, "tokenizer": tokenizer, "weights": weights}
-    imported = import_checkpoint(system, file, **options, out=out)
+    others = {"text_file": text_file, "entities": entities, "tokenizer": tokenizer}
+    imported = import_checkpoint(system, file, **others, weights=weights, out=out)
     reasons = sorted({*imported.left_out.values()})
     lines = [
         f"Wrote {out}: {imported.loaded} tensors loaded, {len(imported.left_out)} left out, see {REPORT}",
