@@ -106,6 +106,10 @@ def test_damaged_parts_are_refused(damage: str, folder: Path, tmp_path: Path) ->
     with raises(CheckpointError, "mismatch"):
         medvl.load(saved)
     (saved / "complete.json").unlink()  # as in a copy of the model alone
+    with raises(CheckpointError, "missing", names="complete.json"):
+        medvl.load(saved)
+    config = json.loads((saved / "config.json").read_text())
+    (saved / "config.json").write_text(json.dumps({**config, "files": []}))  # the parts are checked without it too
     with raises(CheckpointError, "mismatch" if damage == "missing" else "malformed"):
         medvl.load(saved)
     with raises(CheckpointError, "missing"):
