@@ -14,7 +14,7 @@ import functools
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 if TYPE_CHECKING:
     import torch
@@ -49,6 +49,9 @@ COMPETITION_FINDINGS = ("Atelectasis", "Cardiomegaly", "Consolidation", "Edema",
 
 POSITIVE, NEGATIVE, UNCERTAIN = 1, 0, -1
 """Label values. A finding that a report does not mention has no entry at all (NaN in an array)."""
+
+ConventionsName = Literal["chexpert", "doubtful", "indexed"]
+"""Names of `medvl.data.CONVENTIONS`: what the labeler of reports takes as present and as uncertain."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

@@ -7,7 +7,7 @@ from typing import Literal
 
 from medvl.cli.shards.corpora import Flat
 from medvl.data.knowledge.settings import TransEConfig, UMLSOptions
-from medvl.schema import NEGATIVE, POSITIVE, UNCERTAIN
+from medvl.schema import NEGATIVE, POSITIVE, UNCERTAIN, ConventionsName
 
 _VALUES = {POSITIVE: "positive", NEGATIVE: "negative", UNCERTAIN: "uncertain", None: "history"}
 
@@ -64,21 +64,24 @@ def train(folder: Path, config: Flat[TransEConfig], *, device: str = "cpu") -> s
     return f"Wrote {path}. {links.triples} held-out triples: {scores}"
 
 
-def find(folder: Path, text: str) -> str:
+def find(folder: Path, text: str, *, conventions: ConventionsName = "chexpert") -> str:
     """List the entities that a text mentions, in its order, and whether they are positive, negative or uncertain.
 
     Args:
         folder: graph of `medvl knowledge build`.
         text: a report or a sentence.
+        conventions: what counts as positive and as uncertain.
     """
     from medvl.data.knowledge.graph import read_knowledge
+    from medvl.data.reports.labeler import conventions_named
     from medvl.data.reports.negation import mention_values
 
     graph = read_knowledge(folder)
     mentions = graph.finder().find(text)
+    values = mention_values(text, mentions, conventions_named(conventions))
     rows = [
         f"{text[start:end]}\t{graph.identifiers[entity]}\t{graph.names[entity][0]}\t{_VALUES[value]}"
-        for (start, end, entity), value in zip(mentions, mention_values(text, mentions), strict=True)
+        for (start, end, entity), value in zip(mentions, values, strict=True)
     ]
     return "\n".join(rows) or "no entity found"
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from medvl.cli.eval.options import LabelOptions, RunOptions, publish_result
 from medvl.errors import ConfigError
+from medvl.schema import ConventionsName
 
 if TYPE_CHECKING:
     from medvl.data.images.generated import GeneratedImages
@@ -54,6 +55,8 @@ class ComparisonOptions:
     """side of the squares whose pixels are compared with the training images"""
     cache: Path | None = None
     """folder of cached features; default `features` beside the output folder"""
+    conventions: ConventionsName = "chexpert"
+    """what the labeler takes as present and as uncertain in a prompt"""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -184,6 +187,7 @@ def _options(comparison: ComparisonOptions, shared: RunOptions, label: LabelOpti
         use=UseOptions(fractions=comparison.fractions, seeds=comparison.seeds),
         resampling=Resampling(resamples=shared.resamples),
         pixel_size=comparison.pixel_size,
+        conventions=comparison.conventions,
     )
 
 

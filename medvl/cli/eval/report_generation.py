@@ -11,6 +11,7 @@ import tyro
 from medvl.cli.eval.options import RunOptions, publish_result
 from medvl.common.files import sha256
 from medvl.errors import ConfigError
+from medvl.schema import ConventionsName
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -119,6 +120,7 @@ def report_generation(
     sections: tuple[str, ...] = ("findings", "impression"),
     phantom_truth: Path | None = None,
     uncertain: Literal["negative", "positive"] = "negative",
+    conventions: ConventionsName = "chexpert",
 ) -> None:
     """Evaluate report generation: n-gram overlap and clinical F1 of generated reports against references and labels.
 
@@ -133,6 +135,8 @@ def report_generation(
         phantom_truth: folder of `medvl phantom mimic-cxr` that the shards are from: compare findings with what its
             images show, not with the labels of its reports.
         uncertain: label of findings that a report mentions as uncertain.
+        conventions: what the labeler takes as present and as uncertain: as CheXpert's labeler; as it, with any
+            borderline finding as uncertain; or as people who index reports, for whom a probable finding is present.
     """
     from medvl.eval.report_generation.evaluate import evaluate_reports
     from medvl.eval.report_generation.page import write_report_page
@@ -144,11 +148,12 @@ def report_generation(
         assert predictions is not None
         given = _from_file(predictions, data, sections)
     else:
-        given = _from_checkpoint(checkpoint, data, shared, decoding, sections, phantom_truth)
+        given = _from_checkpoint(checkpoint, data, shared, decoding, sections, phantom_truth, conventions)
     result = evaluate_reports(
         given.reports,
         others=given.others,
         uncertain=uncertain,
+        conventions=conventions,
         extra=external.groups(given.reports, uncertain),
         resamples=shared.resamples,
         config={"sections": list(sections), **given.config},
@@ -180,6 +185,7 @@ def _from_checkpoint(
     decoding: DecodingOptions,
     sections: tuple[str, ...],
     phantom_truth: Path | None,
+    conventions: ConventionsName,
 ) -> _Reports:
     from medvl.eval.core.full_pass import input_hashes
     from medvl.eval.core.open import load_model, open_for_evaluation, open_source, unsupported_model
@@ -202,7 +208,9 @@ def _from_checkpoint(
         workers=shared.workers,
         inputs=Inputs(other_view=model.inputs.other_view),
     )
-    generated = generate_by_decoding(model, loader, decodings, sections=sections, labels=labels)
+    generated = generate_by_decoding(
+        model, loader, decodings, sections=sections, labels=labels, conventions=conventions
+    )
     reports = generated.pop("greedy")
     assert model.tokenizer is not None
     return _Reports(

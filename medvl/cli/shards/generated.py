@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from medvl.cli.shards.corpora import ConversionOptions, Flat, convert
+from medvl.schema import ConventionsName
 
 
 def generated(
@@ -12,6 +13,7 @@ def generated(
     source: tuple[Path, ...] = (),
     name: str = "generated",
     split: str = "train",
+    conventions: ConventionsName = "chexpert",
 ) -> str:
     """Convert generated images to shards for training, with the generator's hash and training data in the manifest.
 
@@ -24,8 +26,9 @@ def generated(
         source: folders of the shards whose texts are the prompts, for their patients.
         name: name of the corpus.
         split: name of the split.
+        conventions: what counts as positive and as uncertain in a prompt.
     """
     from medvl.data.convert.generated import plan
 
     deid = shared.deidentifier()
-    return convert(plan(root, deid, sources=source, name=name, split=split), deid, shared)
+    return convert(plan(root, deid, sources=source, name=name, split=split, conventions=conventions), deid, shared)

@@ -10,17 +10,23 @@ from medvl.data.corpora.common.row_counts import RowCounts
 from medvl.data.corpora.common.tables import Plan, Record
 from medvl.data.images.generated import GeneratedImages
 from medvl.data.privacy.deidentify import Deidentifier
-from medvl.data.reports.labeler import label_report
+from medvl.data.reports.labeler import conventions_named, label_report
 from medvl.data.shards.source import ShardSource
 from medvl.data.splits import check_name
 from medvl.errors import ConfigError, CorpusError, SplitError
-from medvl.schema import FINDINGS, Sample
+from medvl.schema import FINDINGS, ConventionsName, Sample
 
 CORPUS = "generated"
 
 
 def plan(
-    root: Path, deid: Deidentifier, *, sources: Sequence[Path] = (), name: str = CORPUS, split: str = "train"
+    root: Path,
+    deid: Deidentifier,
+    *,
+    sources: Sequence[Path] = (),
+    name: str = CORPUS,
+    split: str = "train",
+    conventions: ConventionsName = "chexpert",
 ) -> Plan:
     """Return the records of a folder of generated images.
 
@@ -34,6 +40,7 @@ def plan(
         sources: shards whose texts are the prompts; needed where they are.
         name: name of the corpus.
         split: the one split.
+        conventions: what the labeler takes as present and as uncertain.
 
     Raises:
         ConfigError: `sources` are missing or have not all prompts.
@@ -48,7 +55,7 @@ def plan(
     for number, row in enumerate(rows.reading(images.rows)):
         images.pixels(number)  # raises where they are not those that were generated
         patient = deid.patient(f"prompt {row.prompt}") if row.source_key is None else patients[row.source_key]
-        sample = generated_sample(images, number, patient=patient, corpus=name, split=split)
+        sample = generated_sample(images, number, patient=patient, corpus=name, split=split, conventions=conventions)
         records.append(Record(sample))
         rows.kept += 1
     return Plan(
@@ -63,7 +70,13 @@ def plan(
 
 
 def generated_sample(
-    images: GeneratedImages, number: int, *, patient: str, corpus: str = CORPUS, split: str = "train"
+    images: GeneratedImages,
+    number: int,
+    *,
+    patient: str,
+    corpus: str = CORPUS,
+    split: str = "train",
+    conventions: ConventionsName = "chexpert",
 ) -> Sample:
     """Return a generated image as a sample, with the labels of its prompt and `synthetic` in its extra fields."""
     row = images.rows[number]
@@ -76,13 +89,14 @@ def generated_sample(
         study=f"synthetic-{images.generation.generator[:16]}-{number:06d}",
         image=images.folder / row.file,
         sections={sections[0] if len(sections) == 1 else "caption": row.prompt},
-        labels=label_report(row.prompt),
+        labels=label_report(row.prompt, conventions_named(conventions)),
         extra={
             "synthetic": True,
             "generator": images.generation.generator,
             "prompt_key": row.prompt_key,
             "seed": row.seed,
             "guidance": row.guidance,
+            "conventions": conventions,
         },
     )
 

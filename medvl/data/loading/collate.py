@@ -13,6 +13,7 @@ from medvl.data.knowledge.linker import EntityLinker, pad_entities
 from medvl.data.loading.padding import grouped, pad_rows, stack, stack_some
 from medvl.data.loading.skipped import SkippedSample
 from medvl.data.reports.entities import mirrored_positions, positions_of
+from medvl.data.reports.labeler import CHEXPERT, conventions_named
 from medvl.data.reports.laterality import swap_laterality
 from medvl.data.reports.sentences import sentence_spans
 from medvl.data.shards.format import label_row
@@ -212,7 +213,9 @@ class ItemMaker:
 
     def _positions(self, sample: Sample, views: Views) -> tuple[int, ...]:
         """Return the class of the position of each label's finding; left and right as in the augmented image."""
-        positions = positions_of("\n\n".join(choose_sections(sample.sections, REPORT_SECTIONS)), self.label_names)
+        rules = conventions_named(self.text.conventions) if isinstance(self.text, Statements) else CHEXPERT
+        text = "\n\n".join(choose_sections(sample.sections, REPORT_SECTIONS))
+        positions = positions_of(text, self.label_names, rules)
         return tuple(mirrored_positions(positions) if self._is_mirrored(views) else positions)
 
     def _statements(self, sample: Sample, views: Views, epoch: int) -> tuple[str, ...]:

@@ -10,7 +10,7 @@ A place is a side and a zone, as in `medvl.data.reports.statements`. Mirrored im
 import itertools
 from collections.abc import Sequence
 
-from medvl.data.reports.labeler import find_mentions
+from medvl.data.reports.labeler import CHEXPERT, Conventions, find_mentions
 from medvl.data.reports.laterality import swap_laterality
 from medvl.data.reports.statements import SIDES, ZONES, place_of, places_of, statement
 from medvl.schema import POSITIVE
@@ -45,13 +45,13 @@ def describe(finding: str) -> str:
     return _DESCRIPTIONS.get(finding, statement(finding))
 
 
-def positions_of(text: str, findings: Sequence[str]) -> list[int]:
+def positions_of(text: str, findings: Sequence[str], conventions: Conventions = CHEXPERT) -> list[int]:
     """Return the class of the place of each finding that is positive in a text and whose clause names a place, else -1.
 
     Of several places of a finding the first one counts; of several zones, the first one.
     """
     found: dict[str, int] = {}
-    mentions = find_mentions(text)
+    mentions = find_mentions(text, conventions)
     for mention, (sides, zones) in zip(mentions, places_of(mentions), strict=True):
         if mention.value == POSITIVE and (sides or zones):
             found.setdefault(mention.finding, PLACES.index(place_of(sides, zones[:1])))

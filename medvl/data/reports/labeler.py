@@ -26,12 +26,14 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Literal
 
+from medvl.common.checks import check_choice
 from medvl.data.reports import labeler_lexicon as lexicon
 from medvl.data.reports.labeler_cues import EXTENTS, Table
 from medvl.data.reports.labeler_notation import sentence_runs, single_marks, spell
 from medvl.data.reports.labeler_scopes import WORD, Cue, Scopes, Span, compile_table
 from medvl.data.reports.sentences import split_sentences
-from medvl.schema import FINDINGS, NEGATIVE, POSITIVE, UNCERTAIN
+from medvl.errors import ConfigError, MedvlError
+from medvl.schema import FINDINGS, NEGATIVE, POSITIVE, UNCERTAIN, ConventionsName
 
 _STRENGTH = (NEGATIVE, UNCERTAIN, POSITIVE)
 _NO_NOT = rf"(?!not ){WORD}"
@@ -50,7 +52,6 @@ _SHARED_NOUNS = tuple(map(re.compile, (
 )))  # fmt: skip
 """The place of a noun that only another side has: "small left, no right effusion", "no effusion on the left, moderate
 on the right", "no right effusion, small left", "the right effusion is gone but the left one is unchanged"."""
-
 
 Doubt = Literal["present", "doubtful"]
 
@@ -92,7 +93,7 @@ class Conventions:
         return _VALUES[choice]
 
 
-CONVENTIONS: Mapping[str, Conventions] = {
+CONVENTIONS: Mapping[ConventionsName, Conventions] = {
     "chexpert": Conventions(),
     "doubtful": Conventions(borderline="doubtful"),
     "indexed": Conventions(probable="present", alternative="present", congestion="left out", silhouette="left out"),
@@ -100,6 +101,14 @@ CONVENTIONS: Mapping[str, Conventions] = {
 """Name -> conventions: of CheXpert's released labeler; with any borderline finding as doubtful; of people who index
 reports with MeSH terms, as those of Open-i."""
 CHEXPERT = CONVENTIONS["chexpert"]
+
+
+def conventions_named(name: ConventionsName, *, error: type[MedvlError] = ConfigError) -> Conventions:
+    """Return conventions by name. Raises `error` if it is unknown."""
+    check_choice(name, CONVENTIONS, "conventions", error=error)
+    return CONVENTIONS[name]
+
+
 _VALUES = {"present": POSITIVE, "doubtful": UNCERTAIN, "left out": None}
 _CONGESTION = compile_table((lexicon.CONGESTION,))
 _SILHOUETTE = re.compile(r"\b(?:cardiac|heart) (?:silhouette|shadow|contour)")

@@ -32,6 +32,9 @@ _SPELLINGS: tuple[tuple[re.Pattern[str], str], ...] = (
     (re.compile(r"\A | \Z"), ""),
 )
 
+_RARE = re.compile(r"[^ -~]|[*\[]|  |\A | \Z|\((?:[-+ x]|e?s)\)|[-+] *(?:[,;.]|\Z)|n't|non-")
+"""What a sentence contains that has something to rewrite; most have nothing."""
+
 _EMPTY, _TICK = (
     "\\[[ _]?\\]|\\( \\)|[\u2610\u25a1\u25fb\u2b1c\u274f\u2717\u2718\u274c]",
     "\\[[xv*\u2713\u2714]\\]|\\(x\\)|[\u2611\u2612\u2713\u2714\u25a0\u25fc\u2705]\ufe0f?",
@@ -65,6 +68,8 @@ def spell(sentence: str) -> tuple[str, list[int]]:
     "no" or "none", and the box of an item that is present disappears.
     """
     text = sentence.lower()
+    if not _RARE.search(text):
+        return text, list(range(len(text)))
     if len(text) != len(sentence):  # some capitals have a lower-case form of two characters
         text = "".join(letter.lower()[:1] for letter in sentence)
     text = text.translate(_SAME)

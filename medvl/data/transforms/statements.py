@@ -9,12 +9,12 @@ from typing import Literal, Protocol, get_args, runtime_checkable
 import numpy as np
 
 from medvl.common.checks import check_choice, check_within
-from medvl.data.reports.labeler import label_report
+from medvl.data.reports.labeler import conventions_named, label_report
 from medvl.data.reports.sentences import split_sentences
 from medvl.data.reports.statements import read_statements, statement, statements_of
 from medvl.data.transforms.text import REPORT_SECTIONS, RandomSection, RandomSentence, WholeText, choose_sections
 from medvl.errors import ConfigError
-from medvl.schema import Sample
+from medvl.schema import ConventionsName, Sample
 
 StatementSource = Literal["labeler", "sentences", "labels", "file"]
 """Source of statements: the labeler, which writes "There is [no|possible] X of the Y." for each mention in the
@@ -56,6 +56,8 @@ class Statements:
     relabel: bool = False
     """Take labels and places of findings from the statements, for systems that need them (MedKLIP, KAD, MAVL): from a
     file of RadGraph, for example."""
+    conventions: ConventionsName = "chexpert"
+    """What the labeler takes as present and as uncertain (`medvl.data.CONVENTIONS`)."""
 
     def __post_init__(self) -> None:
         check_choice(self.source, get_args(StatementSource), "source")
@@ -64,6 +66,7 @@ class Statements:
         if self.relabel and self.source == "labels":
             raise ConfigError("relabel needs statements of a text, not of labels", "conflict", field="relabel")
         check_within(self, "[1, inf)", "most")
+        conventions_named(self.conventions)
 
     def of_sample(self, sample: Sample) -> Mapping[str, str]:
         """See `SamplePolicy`."""
@@ -72,7 +75,8 @@ class Statements:
         if self.source == "labels":
             return {"statements": _joined(sample.labels)}
         text = "\n\n".join(choose_sections(sample.sections, self.sections))
-        found = statements_of(text) if self.source == "labeler" else split_sentences(text)
+        rules = conventions_named(self.conventions)
+        found = statements_of(text, rules) if self.source == "labeler" else split_sentences(text)
         return {"statements": "\n\n".join(dict.fromkeys(found))}
 
     def relabelled(self, sample: Sample) -> Sample:
@@ -80,7 +84,8 @@ class Statements:
         if not self.relabel:
             return sample
         text = self.of_sample(sample)["statements"]
-        return dataclasses.replace(sample, labels=label_report(text), sections={REPORT_SECTIONS[0]: text})
+        labels = label_report(text, conventions_named(self.conventions))
+        return dataclasses.replace(sample, labels=labels, sections={REPORT_SECTIONS[0]: text})
 
     def all_of(self, sections: Mapping[str, str], rng: np.random.Generator) -> list[str]:
         """See `StatementPolicy`."""
@@ -105,12 +110,15 @@ class SectionOrStatement:
     findings: float = 0.4
     impression: float = 0.3
     statement: float = 0.3
+    conventions: ConventionsName = "chexpert"
+    """What the labeler takes as present and as uncertain (`medvl.data.CONVENTIONS`)."""
 
     def __post_init__(self) -> None:
         weights = self.findings, self.impression, self.statement
         if min(weights) < 0 or not 0 < sum(weights) < math.inf:
             message = f"weights must be 0 or above, and one of them above 0, got {weights}"
             raise ConfigError(message, "out_of_range", field="findings")
+        conventions_named(self.conventions)
 
     def __call__(self, sections: Mapping[str, str], rng: np.random.Generator) -> str:
         weights = {"findings": self.findings, "impression": self.impression}
@@ -119,7 +127,7 @@ class SectionOrStatement:
         weight_N = np.array(list(named.values()) or [sum(weights.values()) / max(1, len(texts))] * len(texts))
         whole = float(weight_N.sum())
         if not whole or rng.random() * (whole + self.statement) >= whole:
-            found = statements_of("\n\n".join(texts))
+            found = statements_of("\n\n".join(texts), conventions_named(self.conventions))
             if found:
                 return found[int(rng.integers(len(found)))]
         if not texts:

@@ -30,7 +30,8 @@ from typing import Any
 import numpy as np
 
 from medvl.data.images.generated import GeneratedImages
-from medvl.errors import ConfigError
+from medvl.data.reports.labeler import conventions_named
+from medvl.errors import ConfigError, EvaluationError
 from medvl.eval.classification.label_policy import LabelPolicy
 from medvl.eval.core.metric_rows import MetricRow
 from medvl.eval.core.results import Results
@@ -64,6 +65,7 @@ from medvl.eval.generation.result import IMAGES_OF, RECONSTRUCTED, GenerationRes
 from medvl.eval.generation.usefulness import UseOptions, use_rows
 from medvl.eval.probing.features import ProbedEncoder
 from medvl.models.dual_encoders.bases.base import DualEncoder
+from medvl.schema import ConventionsName
 
 PROTOCOL, PROTOCOL_VERSION = "image_generation", 1
 
@@ -92,12 +94,17 @@ class GenerationOptions:
     resampling: Resampling = dataclasses.field(default_factory=Resampling)
     pixel_size: int = PIXEL_SIZE
     """Side of the squares whose pixels are compared with the training images."""
+    conventions: ConventionsName = "chexpert"
+    """What the labeler takes as present and as uncertain in a prompt (`medvl.data.CONVENTIONS`)."""
+
+    def __post_init__(self) -> None:
+        conventions_named(self.conventions, error=EvaluationError)
 
     def stored(self) -> dict[str, Any]:
         """Return the settings as results record them."""
         resampling = dataclasses.asdict(self.resampling)
         parts = {name: dataclasses.asdict(getattr(self, name)) for name in ("policy", "fidelity", "use")}
-        return {**parts, **resampling, "pixel_size": self.pixel_size}
+        return {**parts, **resampling, "pixel_size": self.pixel_size, "conventions": self.conventions}
 
 
 def evaluate_generation(
@@ -132,7 +139,7 @@ def evaluate_generation(
     encoder, patients = models.features or models.judge, _all_patients(real)
     train, valid = (loading.features(models.judge, source) for source in (real.train, real.valid))
     classifier = models.classifier or fit_classifier(train, valid, options.policy)
-    sets = _read_sets(folders, reconstructed, real, patients, models, loading)
+    sets = _read_sets(folders, reconstructed, real, patients, models, loading, options.conventions)
     aligned = _align(sets, models.aligner, loading)
     features, size = loading.features(encoder, real.all_train), options.pixel_size
     found = search_copies(sets.generated, sets.tested, real.all_train, features, loading, pixel_size=size)
@@ -143,7 +150,7 @@ def evaluate_generation(
         *_memorisation_rows(sets, found, options),
     ]
     if synthetic_train is not None:
-        made = loading.features(models.judge, GeneratedSource(synthetic_train, patients))
+        made = loading.features(models.judge, GeneratedSource(synthetic_train, patients, options.conventions))
         rows += use_rows(train, made, valid, sets.tested.scored, options.policy, options.use, options.resampling)
     results = Results(
         protocol=PROTOCOL,
@@ -163,16 +170,18 @@ def _read_sets(
     patients: Mapping[str, str],
     models: GenerationModels,
     loading: LoaderOptions,
+    conventions: ConventionsName,
 ) -> ImageSets:
     encoder = models.features or models.judge
     read = functools.partial(read_set, classifier=models.judge, encoder=encoder, options=loading)
     tested, names = read("real test images", real.test), _names(folders)
-    generated = [read(name, GeneratedSource(each, patients)) for name, each in zip(names, folders, strict=True)]
+    source = functools.partial(GeneratedSource, patients=patients, conventions=conventions)
+    generated = [read(name, source(each)) for name, each in zip(names, folders, strict=True)]
     return ImageSets(
         generated=generated,
         tested=tested,
         real=real_of_prompts(generated[0], tested),
-        rebuilt=None if reconstructed is None else read(RECONSTRUCTED, GeneratedSource(reconstructed, patients)),
+        rebuilt=None if reconstructed is None else read(RECONSTRUCTED, source(reconstructed)),
     )
 
 
@@ -202,13 +211,14 @@ def _finding_rows(
 ) -> list[MetricRow]:
     """Return prompted findings, negations and sides of all sets, and the shuffled prompts of the main one."""
     rows: list[MetricRow] = []
+    rules = conventions_named(options.conventions)
     like = stated_labels(sets.generated[0], classifier.names, options.policy)
     if not ((like == 1).any(axis=0) & (like == 0).any(axis=0)).any():
         return rows  # prompts that name no finding of chest radiographs
     for each in sets.prompted:
         rows += prompted_findings(each, classifier, options.policy, options.resampling, like=like)
         rows += negated_findings(each, classifier, options.resampling)
-        rows += prompted_sides(each, classifier, encoder, options.resampling)
+        rows += prompted_sides(each, classifier, encoder, options.resampling, rules)
     rows += shuffled_findings(sets.generated[0], classifier, options.policy, options.resampling.seed)
     return rows
 

@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 
 from medvl.data.loading.sources import color_for
-from medvl.data.reports.labeler import find_mentions
+from medvl.data.reports.labeler import CHEXPERT, Conventions, find_mentions
 from medvl.data.reports.statements import places_of
 from medvl.errors import EvaluationError
 from medvl.eval.classification.label_policy import LabelPolicy
@@ -131,10 +131,10 @@ def negated_findings(images: ImageSet, classifier: FindingClassifier, resampling
     return resampling.measure([renamed(group, "negation_auroc", images.name)], images.patients)
 
 
-def sides_of(prompt: str) -> dict[str, str]:
+def sides_of(prompt: str, conventions: Conventions = CHEXPERT) -> dict[str, str]:
     """Return finding -> "left" or "right" of the findings that a text places on one side of the patient only."""
     found: dict[str, set[str]] = {}
-    mentions = find_mentions(prompt)
+    mentions = find_mentions(prompt, conventions)
     for mention, (sides, _) in zip(mentions, places_of(mentions), strict=True):
         if mention.value == POSITIVE:
             found.setdefault(mention.finding, set()).update(sides or ["unknown"])
@@ -146,7 +146,11 @@ _SIDES = ("left", "right")
 
 
 def prompted_sides(
-    images: ImageSet, classifier: FindingClassifier, encoder: ProbedEncoder, resampling: Resampling
+    images: ImageSet,
+    classifier: FindingClassifier,
+    encoder: ProbedEncoder,
+    resampling: Resampling,
+    conventions: Conventions = CHEXPERT,
 ) -> tuple[MetricRow, ...]:
     """Return the AUROC of prompts with a finding on the left against the same finding on the right.
 
@@ -154,7 +158,7 @@ def prompted_sides(
     image, minus that of the other half beside its mirror image: it needs no classifier of sides. Frontal images are
     displayed with the patient's left on the right. Empty where no finding has prompts of both sides.
     """
-    sides = [sides_of(prompt) for prompt in images.prompts]
+    sides = [sides_of(prompt, conventions) for prompt in images.prompts]
     values = {"left": 1.0, "right": 0.0}
     labels_NL = np.array([[values.get(of.get(name, ""), np.nan) for name in classifier.names] for of in sides])
     means = means_over(classifier.names, labels_NL)

@@ -28,7 +28,7 @@ from medvl.eval.core.metrics import Array
 from medvl.eval.core.open import open_for_evaluation, open_source
 from medvl.eval.generation.distances import FeatureSet
 from medvl.eval.probing.features import FeatureTable, ProbedEncoder, encode_features
-from medvl.schema import FINDINGS
+from medvl.schema import FINDINGS, ConventionsName
 
 Fit = Literal["crop", "pad", "squash"]
 
@@ -61,13 +61,19 @@ class GeneratedSource(FileSource):
     Args:
         images: the folder.
         patients: patient of each key of a real sample; a prompt of none of them is its own patient.
+        conventions: what the labeler takes as present and as uncertain in a prompt.
 
     The fingerprint covers the pixels and the prompts. Pixels are compared with their hash when they are read.
     """
 
-    def __init__(self, images: GeneratedImages, patients: Mapping[str, str]) -> None:
+    def __init__(
+        self, images: GeneratedImages, patients: Mapping[str, str], conventions: ConventionsName = "chexpert"
+    ) -> None:
         rows = [(row, patients.get(row.source_key or "", f"prompt {row.prompt_key}")) for row in images.rows]
-        samples = [generated_sample(images, number, patient=patient) for number, (_, patient) in enumerate(rows)]
+        samples = [
+            generated_sample(images, number, patient=patient, conventions=conventions)
+            for number, (_, patient) in enumerate(rows)
+        ]
         super().__init__(samples, FINDINGS)
         self.images, self.folder = images, images.folder
 

@@ -11,18 +11,24 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from medvl.data.reports.labeler import label_report
+from medvl.data.reports.labeler import conventions_named, label_report
+from medvl.errors import EvaluationError
 from medvl.eval.report_generation.clinical_f1 import Uncertain, positive_findings
+from medvl.schema import ConventionsName
 
 
-def mbr_select(texts: Sequence[str], uncertain: Uncertain = "negative") -> int:
+def mbr_select(
+    texts: Sequence[str], uncertain: Uncertain = "negative", *, conventions: ConventionsName = "chexpert"
+) -> int:
     """Return the index of the text with the highest mean F1 of findings over all texts; the first one of ties.
 
-    Two texts without findings have an F1 of 1. Raises ValueError if there is no text.
+    Two texts without findings have an F1 of 1. Raises ValueError if there is no text,
+    EvaluationError for unknown conventions.
     """
     if not texts:
         raise ValueError("expected one or more texts, got none")
-    positive_SL = positive_findings([label_report(text) for text in texts], uncertain).astype(float)
+    rules = conventions_named(conventions, error=EvaluationError)
+    positive_SL = positive_findings([label_report(text, rules) for text in texts], uncertain).astype(float)
     both_SS = positive_SL @ positive_SL.T
     total_SS = positive_SL.sum(axis=1)[:, None] + positive_SL.sum(axis=1)
     f1_SS = np.where(total_SS > 0, 2 * both_SS / np.maximum(total_SS, 1), 1.0)

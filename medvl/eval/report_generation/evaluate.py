@@ -21,13 +21,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from medvl.data.reports.labeler import label_report
+from medvl.data.reports.labeler import Conventions, conventions_named, label_report
 from medvl.errors import EvaluationError
 from medvl.eval.core.metric_rows import MetricGroup, measure
 from medvl.eval.core.results import Results, format_table
 from medvl.eval.report_generation.cider import Cider
 from medvl.eval.report_generation.clinical_f1 import METRICS, Uncertain, clinical_metrics, positive_findings
 from medvl.eval.report_generation.nlg_metrics import MEANS, WITH_STOPS, overlap_metrics, report_scores, words
+from medvl.schema import ConventionsName
 
 OTHER_IMAGES = "baseline: other images"
 """Subgroup of the rows in which every image has the report generated for one of another patient: the score without the
@@ -68,6 +69,11 @@ class ReportResult:
     others: Mapping[str, Sequence[GeneratedReport]] = dataclasses.field(default_factory=dict)
     """Reports of the same images by other decodings."""
 
+    @property
+    def conventions(self) -> Conventions:
+        """Conventions of the findings."""
+        return conventions_named(self.results.config["conventions"])
+
     def table(self) -> str:
         """Return tables of n-gram overlap and of findings, with the baselines, and the number of distinct texts.
 
@@ -106,8 +112,8 @@ class ReportResult:
                     if self.others
                     else {}
                 ),
-                "reference_findings": label_report(report.reference),
-                "generated_findings": label_report(report.generated),
+                "reference_findings": label_report(report.reference, self.conventions),
+                "generated_findings": label_report(report.generated, self.conventions),
                 **dict(zip(MEANS, report_scores(words(report.generated), words(report.reference), cider), strict=True)),
             }
             for row, report in enumerate(self.reports)
@@ -119,6 +125,7 @@ def evaluate_reports(
     *,
     others: Mapping[str, Sequence[GeneratedReport]] | None = None,
     uncertain: Uncertain = "negative",
+    conventions: ConventionsName = "chexpert",
     extra: Sequence[MetricGroup] = (),
     resamples: int = 1000,
     seed: int = 0,
@@ -132,13 +139,15 @@ def evaluate_reports(
         reports: one per image. Leave out images without a reference, and count them in `details`.
         others: reports of the same images, in the same order, by the name of their decoding.
         uncertain: label of findings that a report mentions as uncertain.
+        conventions: what the labeler takes as present and as uncertain.
         extra: further metrics of `reports`, such as those of `medvl.eval.report_generation.external_scores`.
         resamples, seed: number and seed of the bootstrap resamples.
         config, inputs, details: further entries of the results.
 
-    Raises EvaluationError if there is no report, a reference is empty, or other decodings have other images.
+    Raises EvaluationError if there is no report, a reference is empty, other decodings have other images, or the
+    conventions are unknown.
     """
-    others = dict(others or {})
+    others, rules = dict(others or {}), conventions_named(conventions, error=EvaluationError)
     if not reports:
         raise EvaluationError("expected reports, got none: use samples with reference texts", "empty")
     empty = [report.key for report in reports if not words(report.reference)]
@@ -149,7 +158,7 @@ def evaluate_reports(
             message = f"expected reports {name!r} of the same images in the same order"
             raise EvaluationError(message, "mismatch", field="others")
     rows = measure(
-        [*_metric_groups(reports, others, uncertain), *extra],
+        [*_metric_groups(reports, others, uncertain, rules), *extra],
         len(reports),
         resamples=resamples,
         seed=seed,
@@ -159,7 +168,13 @@ def evaluate_reports(
         protocol=PROTOCOL,
         protocol_version=PROTOCOL_VERSION,
         rows=rows,
-        config={"uncertain": uncertain, "resamples": resamples, "seed": seed, **(config or {})},
+        config={
+            "uncertain": uncertain,
+            "conventions": conventions,
+            "resamples": resamples,
+            "seed": seed,
+            **(config or {}),
+        },
         inputs=dict(inputs or {}),
         details={**_details(reports, others), **(details or {})},
     )
@@ -167,7 +182,10 @@ def evaluate_reports(
 
 
 def _metric_groups(
-    reports: Sequence[GeneratedReport], others: Mapping[str, Sequence[GeneratedReport]], uncertain: Uncertain
+    reports: Sequence[GeneratedReport],
+    others: Mapping[str, Sequence[GeneratedReport]],
+    uncertain: Uncertain,
+    conventions: Conventions,
 ) -> list[MetricGroup]:
     references = [report.reference for report in reports]
     decoded = {name: [report.generated for report in of_name] for name, of_name in {"": reports, **others}.items()}
@@ -176,7 +194,9 @@ def _metric_groups(
     if other is not None:
         baselines = {OTHER_IMAGES: [decoded[""][index] for index in other], **baselines}
     found = {
-        text: label_report(text) for texts in (references, *decoded.values(), *baselines.values()) for text in texts
+        text: label_report(text, conventions)
+        for texts in (references, *decoded.values(), *baselines.values())
+        for text in texts
     }
 
     def positive(texts: Sequence[str]) -> NDArray[np.bool_]:

@@ -16,7 +16,7 @@ from medvl.eval.report_generation.consensus import mbr_select
 from medvl.eval.report_generation.evaluate import GeneratedReport, evaluate_reports
 from medvl.models.eval_mode import evaluating
 from medvl.models.text_decoding import Decoding, Generated
-from medvl.schema import FINDINGS, Batch, Sample
+from medvl.schema import FINDINGS, Batch, ConventionsName, Sample
 
 
 @runtime_checkable
@@ -63,6 +63,7 @@ def generate_by_decoding(
     *,
     sections: Sequence[str] = REPORT_SECTIONS,
     labels: Mapping[str, Mapping[str, int]] | None = None,
+    conventions: ConventionsName = "chexpert",
 ) -> dict[str, list[GeneratedReport]]:
     """Generate reports from the pixels of every image whose sample has a text, one per image and decoding.
 
@@ -74,6 +75,7 @@ def generate_by_decoding(
         decodings: name -> settings. Of several samples per image one is selected (`consensus.mbr_select`).
         sections: sections of the reference, joined; all sections of a sample that has none of these.
         labels: labels of the images by sample key; None takes those of the source if it has all findings.
+        conventions: those by which the labeler selects one of several samples.
 
     Raises:
         ConfigError: the model has no tokenizer.
@@ -86,7 +88,7 @@ def generate_by_decoding(
     with evaluating(model):
         for batch in loader:
             for name, decoding in decodings.items():
-                texts = decode_texts(model, model.tokenizer, batch, decoding)
+                texts = decode_texts(model, model.tokenizer, batch, decoding, conventions=conventions)
                 texts_by_key[name] |= zip(batch.keys, texts, strict=True)
     reports: dict[str, list[GeneratedReport]] = {name: [] for name in decodings}
     for position in range(len(loader.source)):
@@ -111,14 +113,21 @@ def generate_by_decoding(
     return reports
 
 
-def decode_texts(model: ReportWriter, tokenizer: Tokenizer, batch: Batch, decoding: Decoding) -> list[tuple[str, bool]]:
+def decode_texts(
+    model: ReportWriter,
+    tokenizer: Tokenizer,
+    batch: Batch,
+    decoding: Decoding,
+    *,
+    conventions: ConventionsName = "chexpert",
+) -> list[tuple[str, bool]]:
     """Return (text, whether it ended) for each image of a batch."""
     output = model.write_reports(batch.to(next(model.parameters()).device), decoding=decoding)
     rows = zip(output.ids_BT.cpu(), output.mask_BT.cpu(), strict=True)
     texts = [tokenizer.decode(ids_T[mask_T]) for ids_T, mask_T in rows]
     samples, ended = len(texts) // len(batch), output.ended_B.tolist()
     starts = range(0, len(texts), samples)
-    chosen = [start + mbr_select(texts[start : start + samples]) for start in starts]
+    chosen = [start + mbr_select(texts[start : start + samples], conventions=conventions) for start in starts]
     return [(texts[index], ended[index]) for index in chosen]
 
 

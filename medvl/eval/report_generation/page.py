@@ -1,11 +1,12 @@
 """HTML page of a report generation: overlap and findings of every decoding, beside its baselines."""
 
+import functools
 from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 
-from medvl.data.reports.labeler import label_report
+from medvl.data.reports.labeler import Conventions, label_report
 from medvl.eval.core.metric_rows import MetricRow
 from medvl.eval.core.publish import PageHeader
 from medvl.eval.html.header import header_facts, headline
@@ -145,7 +146,8 @@ def _by_finding(rows: dict[tuple[str, str, str], MetricRow]) -> Table:
 def _examples(result: ReportResult, examples: int) -> Cards:
     """Return generated reports beside their references, evenly spaced in the order of the data."""
     decks = []
-    read = [(report, _found(report.reference), _found(report.generated)) for report in result.reports]
+    found = functools.partial(_found, conventions=result.conventions)
+    read = [(report, found(report.reference), found(report.generated)) for report in result.reports]
     for title, good in (("Findings agree with the reference", True), ("Findings differ from the reference", False)):
         of_kind = [each for each in read if (each[1] == each[2]) == good]
         places = np.linspace(0, len(of_kind) - 1, min(examples, len(of_kind))).astype(int).tolist()
@@ -164,8 +166,8 @@ def _card(report: GeneratedReport, expected: frozenset[str], found: frozenset[st
     return Card(title=f"Image {report.key[:16]}", pictures=[], choices=[], lines=lines, tags=[])
 
 
-def _found(text: str) -> frozenset[str]:
-    return frozenset(name for name, value in label_report(text).items() if value == 1)
+def _found(text: str, conventions: Conventions) -> frozenset[str]:
+    return frozenset(name for name, value in label_report(text, conventions).items() if value == 1)
 
 
 def _name(subgroup: str) -> str:

@@ -80,6 +80,17 @@ def test_samples_carry_prompt_labels_and_origin(folders):
     assert all(sample.extra["synthetic"] is True and sample.extra["generator"] == "ab" * 32 for sample in samples)
 
 
+def test_labels_of_prompts_follow_the_conventions(tmp_path):
+    write_generated(tmp_path, [textured(5, 32, 32)], ["Probable left pleural effusion."])
+    found = {}
+    for name in ("chexpert", "indexed"):
+        (record,) = plan(tmp_path, DEID, conventions=name).records
+        found[record.sample.extra["conventions"]] = record.sample.labels["Pleural Effusion"]
+    assert found == {"chexpert": -1, "indexed": 1}
+    with raises(ConfigError, "unknown_name", "conventions"):
+        plan(tmp_path, DEID, conventions="radiologists")
+
+
 def test_the_manifest_has_the_generator_and_its_training_data(folders):
     manifest, seen = (Manifest.read(folders[name]) for name in ("synthetic", "seen"))
     assert [generator["sha256"] for generator in manifest.generators] == ["ab" * 32]

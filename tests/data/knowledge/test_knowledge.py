@@ -266,6 +266,10 @@ def test_phantom_ontology_by_the_command_line(tmp_path: Path, capsys: pytest.Cap
     assert "held-out triples: MRR" in output
     found = [line.split("\t")[2:] for line in output.splitlines()[-3:]]
     assert found == [["endotracheal tube", "positive"], ["carina", "positive"], ["pneumothorax", "negative"]]
+    for conventions, value in (("chexpert", "uncertain"), ("indexed", "positive")):
+        options = ["--text", "Probable pneumothorax.", "--conventions", conventions]
+        main(["knowledge", "find", "--folder", graph, *options])
+        assert capsys.readouterr().out.split()[-1] == value
     names = [name for concept in concepts() for name in concept.names]
     assert len(names) == len(set(names))
     assert len(read_knowledge(graph).identifiers) == len(concepts())  # none is isolated

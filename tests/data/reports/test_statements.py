@@ -174,7 +174,35 @@ def test_statements_are_read_from_a_file_by_study(tmp_path: Path) -> None:
         read_statements(tmp_path / "none")
 
 
+@pytest.mark.parametrize("source", ["labeler", "sentences"])
+def test_policies_follow_the_conventions(source: Any) -> None:
+    probable = sample(report="Probable edema of the left lung. Vascular congestion.")
+    found = {}
+    for name in ("chexpert", "indexed"):
+        policy = Statements(source=source, joined=True, relabel=True, conventions=name)
+        maker = ItemMaker(EvalTransform(size=16), policy, FINDINGS, 0, Inputs(labels=True, positions=True))
+        item = maker(probable, np.zeros((20, 20), np.uint8), 0)
+        edema = FINDINGS.index("Edema")
+        found[name] = (item.text, item.labels_L[edema], item.positions[edema] >= 0)
+    texts = {
+        "labeler": ("There is possible edema of the left side. There is possible edema.", "There is edema of the left side."),
+        "sentences": ("Probable edema of the left lung. Vascular congestion.",) * 2,
+    }  # fmt: skip
+    assert found["chexpert"] == (texts[source][0], -1, False)
+    assert found["indexed"] == (texts[source][1], 1, True)
+
+
+def test_a_drawn_statement_follows_the_conventions() -> None:
+    sections = {"findings": "Probable edema."}
+    drawn = [SectionOrStatement(findings=0, impression=0, statement=1, conventions=name)(sections, rng())
+             for name in ("chexpert", "indexed")]  # fmt: skip
+    assert drawn == ["There is possible edema.", "There is edema."]
+
+
 def test_settings_of_statements_are_checked() -> None:
+    for policy in (Statements, SectionOrStatement):
+        with raises(ConfigError, "unknown_name", "conventions", names="chexpert, doubtful, indexed"):
+            policy(conventions="radiologists")
     with raises(ConfigError, "unknown_name", "source"):
         Statements(source="reports")  # type-checked callers cannot
     for settings in ({"source": "file"}, {"file": Path("x")}):

@@ -10,10 +10,12 @@ from helpers.errors import raises
 from helpers.generated_images import PROMPTS, SIZE, MeanEncoder, draw, write_generated
 from torch import Tensor, nn
 
+from medvl.data.reports.labeler import CONVENTIONS
 from medvl.data.transforms.image import EvalTransform
 from medvl.errors import ConfigError, EvaluationError, SplitError
 from medvl.eval.classification.label_policy import LabelPolicy
 from medvl.eval.generation.alignment import align, alignment_rows, check_separate
+from medvl.eval.generation.evaluate import GenerationOptions
 from medvl.eval.generation.finding_classifier import FindingClassifier
 from medvl.eval.generation.findings import (
     Resampling,
@@ -148,6 +150,19 @@ def test_sides_are_those_of_the_patient(asked, ignorant, tmp_path):
 )
 def test_sides_of_prompts(prompt, sides):
     assert sides_of(prompt) == sides
+
+
+def test_labels_and_sides_of_prompts_follow_the_conventions(tmp_path):
+    prompt = "Probable left pleural effusion."
+    images = write_generated(tmp_path, [np.zeros((SIZE, SIZE), np.uint8)], [prompt])
+    labels = {
+        name: GeneratedSource(images, {}, name).sample(0).labels["Pleural Effusion"] for name in ("chexpert", "indexed")
+    }
+    assert labels == {"chexpert": -1, "indexed": 1}
+    assert [sides_of(prompt, CONVENTIONS[name]) for name in labels] == [{}, {"Pleural Effusion": "left"}]
+    assert GenerationOptions(conventions="indexed").stored()["conventions"] == "indexed"
+    with raises(EvaluationError, "unknown_name", "conventions"):
+        GenerationOptions(conventions="radiologists")
 
 
 def test_double_mirrors_the_half_of_the_patients_side():

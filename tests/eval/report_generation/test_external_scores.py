@@ -144,6 +144,26 @@ def test_the_command_scores_reports_of_another_system(tmp_path: Path, capsys: py
     assert plain.results.row("mean_cider_d", "report").value == results.row("mean_cider_d", "report").value
 
 
+def test_runs_of_the_command_with_different_conventions_are_told_apart(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    texts = [("Edema.", "Probable edema."), ("No edema.", "No edema."), ("Effusion.", "Effusion.")]
+    lines = [{"key": str(row), "generated": ours, "reference": theirs} for row, (ours, theirs) in enumerate(texts)]
+    (tmp_path / "reports.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    command = ["eval", "report-generation", "--predictions", str(tmp_path / "reports.jsonl"), "--resamples", "5"]
+    cli.main([*command, "--out", str(tmp_path / "default")])
+    cli.main([*command, "--out", str(tmp_path / "indexed"), "--conventions", "indexed"])
+    f1 = [read_results(tmp_path / name).row("f1", "Edema").value for name in ("default", "indexed")]
+    assert f1 == [0, 1]
+    capsys.readouterr()
+    folders = [str(tmp_path / name) for name in ("default", "indexed")]
+    cli.main(["compare", *folders, "--out", str(tmp_path / "compared")])
+    assert "conventions: chexpert (default), indexed (indexed)" in " ".join(capsys.readouterr().out.split())
+    with pytest.raises(SystemExit):
+        cli.main([*command, "--out", str(tmp_path / "no"), "--conventions", "people"])
+    assert "indexed" in capsys.readouterr().err
+
+
 def test_separators_of_unicode_within_a_report_end_no_line(tmp_path: Path) -> None:
     path = tmp_path / "reports.jsonl"
     lines = [{"key": key, "generated": "No edema.\u2028Clear.\x85", "reference": "Clear."} for key in "ab"]

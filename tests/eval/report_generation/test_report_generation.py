@@ -18,7 +18,7 @@ from sklearn.metrics import precision_recall_fscore_support
 from medvl.cli import main as cli
 from medvl.data.loading.loader import open_loader
 from medvl.data.loading.sources import FileSource
-from medvl.data.reports.labeler import label_report
+from medvl.data.reports.labeler import CONVENTIONS, label_report
 from medvl.data.transforms.text import WholeText
 from medvl.errors import ConfigError, EvaluationError
 from medvl.eval import GeneratedReport, ReportEval, evaluate_reports, generate_reports, read_results, write_report_page
@@ -210,6 +210,25 @@ def test_uncertain_findings_follow_the_option() -> None:
     assert evaluate_reports(reports, resamples=0, uncertain="positive").results.row("f1", "Pneumonia").value == 1
 
 
+def test_findings_follow_the_conventions(tmp_path: Path) -> None:
+    reports = generated_reports(["Probable edema.", "No edema."], ["Edema.", "No edema."])
+    found = {name: evaluate_reports(reports, resamples=0, conventions=name) for name in CONVENTIONS}
+    assert {name: each.results.row("f1", "Edema").value for name, each in found.items()} == {
+        "chexpert": 0, "doubtful": 0, "indexed": 1}  # fmt: skip
+    for name, each in found.items():
+        assert each.results.config["conventions"] == name
+        (line, _) = each.predictions()
+        assert line["reference_findings" if line["reference"] == "Probable edema." else "generated_findings"] == {
+            "Edema": 1 if name == "indexed" else -1
+        }
+        page = write_report_page(each, tmp_path / f"{name}.html", PageHeader(model="m", data="d"))
+        agreeing = 2 if name == "indexed" else 1
+        assert f"Findings agree with the reference: {agreeing} of 2" in read(page).text
+    assert evaluate_reports(reports, resamples=0).results.config == found["chexpert"].results.config
+    with raises(EvaluationError, "unknown_name", "conventions", names="chexpert, doubtful, indexed"):
+        evaluate_reports(reports, conventions="radiologists")
+
+
 def test_perfect_and_empty_reports_have_the_extreme_scores() -> None:
     references = phantom_texts(4, 20)
     perfect = evaluate_reports(generated_reports(references, references), resamples=20).results
@@ -272,6 +291,8 @@ def test_mbr_select_returns_the_text_with_most_agreement() -> None:
     uncertain = "Possible left pleural effusion."
     assert mbr_select([uncertain, edema, effusion, effusion]) == 2
     assert mbr_select([edema, uncertain, effusion], uncertain="positive") == 1
+    likely = "Probable left pleural effusion."
+    assert [mbr_select([edema, likely, effusion], conventions=name) for name in CONVENTIONS] == [0, 0, 1]
     with pytest.raises(ValueError, match="texts"):
         mbr_select([])
 
@@ -281,12 +302,14 @@ def test_one_of_several_samples_is_selected_per_image(tmp_path: Path, monkeypatc
     loader = loader_of(model, samples(tmp_path, ["Clear lungs.", "Cardiomegaly.", "No change."]))
     candidates: list[list[str]] = []
 
-    def last(texts: list[str]) -> int:
+    def last(texts: list[str], *, conventions: str) -> int:
+        assert conventions == "indexed"
         candidates.append(texts)
         return len(texts) - 1
 
     monkeypatch.setattr(generate, "mbr_select", last)
-    reports = generate.generate_reports(model, loader, decoding=Decoding(samples=4, max_tokens=6))
+    decodings = {"consensus": Decoding(samples=4, max_tokens=6)}
+    reports = generate.generate_by_decoding(model, loader, decodings, conventions="indexed")["consensus"]
     assert [len(texts) for texts in candidates] == [4, 4, 4]
     assert sorted(report.generated for report in reports) == sorted(texts[3] for texts in candidates)
 
