@@ -22,6 +22,7 @@ does not correct misspellings.
 """
 
 import dataclasses
+import itertools
 import re
 from collections.abc import Iterator, Mapping
 from typing import Literal
@@ -40,6 +41,7 @@ _NO_NOT = rf"(?!not ){WORD}"
 _PARTS = "pleural|lung|focal|apical|basal|basilar|upper|middle|lower|lobe"
 NAMES = "|".join(compile_table(table).pattern for table in lexicon.MENTIONS.values())
 """Regular expression of the phrases that name a finding."""
+_PHRASES = tuple(itertools.chain(*lexicon.MENTIONS.values(), *lexicon.SIGNS.values()))
 _NOUN = rf"(?P<noun>(?:(?:{_PARTS}) ){{0,3}}(?:{NAMES}))"
 _SIDE, _OTHER_SIDE = (rf"{side}(?:[ -]sided)?" for side in ("(?P<side>left|right)", "(?!(?P=side))(?:left|right)"))
 _ON_SIDE, _ON_OTHER_SIDE = (rf"(?:on|at|in) the {side}" for side in (_SIDE, _OTHER_SIDE))
@@ -161,9 +163,11 @@ def _rewrite(sentence: str) -> str:
 
 
 def _mentions_in(sentence: str, conventions: Conventions) -> Iterator[Mention]:
-    named = {finding: _spans(table, sentence) for finding, table in lexicon.MENTIONS.items()}
-    for finding, table in lexicon.SIGNS.items():
-        named[finding] = named[finding] or _spans(table, sentence)
+    named: dict[str, list[Span]] = {}
+    if compile_table(_PHRASES).search(sentence):
+        named = {finding: _spans(table, sentence) for finding, table in lexicon.MENTIONS.items()}
+        for finding, table in lexicon.SIGNS.items():
+            named[finding] = named[finding] or _spans(table, sentence)
     everything = [span for spans in named.values() for span in spans]
     names = [span for finding, spans in named.items() if finding != "Support Devices" for span in spans]
     scopes = Scopes(sentence, everything, names) if everything else None

@@ -73,13 +73,13 @@ def compile_table(table: tables.Table, word: str = WORD, prefix: str = "") -> re
         " .. ": f"(?: (?:{word} ){{0,5}}?|{own})",
         " ~ ": f" (?:(?:{tables.QUALIFIERS}) ){{0,4}}?",
     }
-    patterns = []
-    for entry in table:
-        pattern = re.sub(r"(?<=\w)\*", r"\\w*", entry)
+    runs = []
+    for has_own_bounds, entries in itertools.groupby(table, key=lambda entry: entry.startswith("\\")):
+        pattern = re.sub(r"(?<=\w)\*", r"\\w*", "|".join(entries))
         for sign, gap in gaps.items():
             pattern = pattern.replace(sign, gap)
-        patterns.append(pattern if entry.startswith("\\") else rf"\b(?:{pattern})(?!\w)")
-    return re.compile(prefix + "(?:" + "|".join(patterns) + ")")
+        runs.append(pattern if has_own_bounds else rf"\b(?:{pattern})(?!\w)")
+    return re.compile(prefix + "(?:" + "|".join(runs) + ")")
 
 
 class _Cues:
@@ -188,13 +188,13 @@ def _find_cues(sentence: str, sides: Sequence[str]) -> list[Cue]:
     """Return the cues of a sentence, table by table; a match is blanked for the tables that follow."""
     cues = []
     for table in tables.CUES:
-        if table.side in sides:
+        if table.side in sides and compile_table(table.entries).search(sentence):  # fast without the optional prefix
             pattern = compile_table(table.entries, prefix=_AFTER_MARK if table.side in ("after", "either") else "")
-            spans = [match.span() for match in pattern.finditer(sentence)]
             cues += [
-                Cue(*span, table.value, table.side, table.yields, table.after_events, table.kind) for span in spans
+                Cue(*match.span(), table.value, table.side, table.yields, table.after_events, table.kind)
+                for match in pattern.finditer(sentence)
             ]
-            sentence = _blanked(sentence, pattern) if spans else sentence
+            sentence = _blanked(sentence, pattern)
     return cues
 
 
