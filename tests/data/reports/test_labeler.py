@@ -5,6 +5,7 @@ development, the others only for scoring.
 """
 
 import csv
+import logging
 import sys
 from collections import Counter
 from collections.abc import Callable
@@ -341,5 +342,5 @@ def test_labels_agree_with_openi_gold(real_data: Path, name: str, least: float) 
             )
     assert sum(counts.values()) == 7 * len(gold)
     f1 = 2 * counts[True, True] / (2 * counts[True, True] + counts[False, True] + counts[True, False])
-    print(f"{name}: micro F1 {f1:.3f} of {len(gold):,} reports")
+    logging.getLogger(__name__).info("%s: micro F1 %.3f of %d reports", name, f1, len(gold))
     assert f1 >= least
