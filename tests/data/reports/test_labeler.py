@@ -19,7 +19,7 @@ from medvl.data.reports.labeler_lexicon import MENTIONS
 from medvl.data.reports.openi_xml import iter_openi_reports
 from medvl.phantom import World, compose_report
 from medvl.phantom.language.reports import Report
-from medvl.schema import FINDINGS
+from medvl.schema import FINDINGS, ConventionsName
 
 
 @pytest.mark.parametrize(
@@ -328,7 +328,7 @@ GOLD = {"Effusion": "Pleural Effusion"} | {
 
 @pytest.mark.real
 @pytest.mark.parametrize(("name", "least"), [("chexpert", 0.93), ("indexed", 0.945)])
-def test_labels_agree_with_openi_gold(real_data: Path, name: str, least: float) -> None:
+def test_labels_agree_with_openi_gold(real_data: Path, name: ConventionsName, least: float) -> None:
     """F1 over seven findings of all reports, micro-averaged; a doubtful finding counts as absent."""
     with (real_data / "openi_gold_labels" / "openi_gold.csv").open(newline="") as file:
         gold = {row["filename"]: row for row in csv.DictReader(file)}
