@@ -14,6 +14,7 @@ from helpers.mimic_files import write_csv_gz
 import medvl
 from medvl.cli import main as cli
 from medvl.cli.eval.options import print_results
+from medvl.common import files
 from medvl.data.tokenizer import tokenizer
 from medvl.schema import FINDINGS
 
@@ -237,7 +238,7 @@ def test_full_disk_and_invalid_folder_are_reported_in_one_line(
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     with monkeypatch.context() as patch:
-        patch.setattr(Path, "write_bytes", full)
+        patch.setattr(files, "_create", full)
         patch.setattr(tokenizer.Tokenizer, "save", full)
         command = ["phantom", "mimic-cxr", "--out", str(tmp_path / "mimic"), "--patients", "1", "--workers", "1"]
         assert line(command, capsys).endswith("No space left on device")
