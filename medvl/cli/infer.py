@@ -2,7 +2,7 @@
 
 import dataclasses
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -54,7 +54,6 @@ def infer(
     from medvl.eval.zero_shot_classification.prompts import load_prompts
     from medvl.inference.files import find_images
     from medvl.inference.folder import ImageModel, can_draw, count_skipped, infer_files
-    from medvl.inference.modality import describe_doubts
     from medvl.models import DualEncoder
 
     for field, value, low in (("batch", batch, 1), ("overlays", overlays, 0), ("frame", frame or 0, 0)):
@@ -86,19 +85,25 @@ def infer(
     if sum(skipped.values()) == len(results):
         advice = "expected DICOM, JPEG or PNG files, or folders with them; unpack archives first"
         raise ConfigError(f"no image could be read: {_counts(skipped)}; {advice}", "empty", field="images")
-    lines = [format_results(results, model.names, model.gives)]
     if model.gives in ("score", "value"):
         print(_uncalibrated(model, fitted, reason), file=sys.stderr)  # the table on stdout stays one
-    if skipped:
-        lines.append(f"\n{sum(skipped.values())} of {len(results)} images skipped: {_counts(skipped)}")
-    warning = describe_doubts([result.warning for result in results if result.skipped is None])
-    if warning:
-        lines.append(f"\nwarning: {warning}; --modality CR DX RG leaves other modalities out")
+    lines = [format_results(results, model.names, model.gives), *_notes(results, skipped)]
     if out is None:
         return "\n".join(lines)
     if overlays and not drawn:
         lines.append(f"\nno overlays: {model.model.name} has no heat maps of texts")
     return "\n".join([*lines, "", *(str(out / name) for name in sorted(path.name for path in out.iterdir()))])
+
+
+def _notes(results: "Sequence[ImageResult]", skipped: Mapping[str, int]) -> Iterator[str]:
+    """Yield what the reader of the table must know: skipped images, and images that are no chest radiographs."""
+    from medvl.inference.modality import describe_doubts
+
+    if skipped:
+        yield f"\n{sum(skipped.values())} of {len(results)} images skipped: {_counts(skipped)}"
+    warning = describe_doubts([result.warning for result in results if result.skipped is None])
+    if warning:
+        yield f"\nwarning: {warning}; --modality CR DX RG leaves other modalities out"
 
 
 def format_results(results: "Sequence[ImageResult]", names: Sequence[str], gives: str) -> str:
@@ -163,5 +168,5 @@ def _ending(path: str, width: int = 60) -> str:
     return path if len(path) <= width else "..." + path[3 - width :]
 
 
-def _counts(skipped: dict[str, int]) -> str:
+def _counts(skipped: Mapping[str, int]) -> str:
     return ", ".join(f"{count} {reason}" for reason, count in sorted(skipped.items(), key=lambda pair: -pair[1]))
