@@ -33,6 +33,8 @@ def test_missing_data_is_reported_with_the_commands_that_create_it(
     assert [command.split()[:2] for command in commands] == [
         ["medvl", "shards"],
         ["medvl", "train"],
+        ["medvl", "shards"],
+        ["medvl", "train"],
         ["medvl", "phantom"],
         ["medvl", "train"],
     ]
@@ -42,12 +44,13 @@ def test_missing_data_is_reported_with_the_commands_that_create_it(
 def test_commands_in_the_advice_exist(tmp_path: Path) -> None:
     """Every option and file in the advice exists."""
     advice = [line.split() for line in recipe(tmp_path).stderr.splitlines() if line.startswith("    ")]
-    shards, train, phantom, train_tiny = advice
-    for command in (shards, phantom):
+    shards, train, own_shards, train_own, phantom, train_tiny = advice
+    for command in (shards, own_shards, phantom):
         done = forked.run([sys.executable, "-m", "medvl", *command[1:3], "--help"])
         assert done.returncode == 0
         assert all(word in done.stdout for word in command if word.startswith("--"))
     assert train[1:] == ["train", RECIPE.stem]
+    assert train_own[1:4] == ["train", RECIPE.stem, "tiny"]
     assert train_tiny[1:] == ["train", RECIPE.stem, "tiny"]
 
 

@@ -4,6 +4,7 @@ import csv
 import gzip
 import hashlib
 import json
+import math
 import os
 import random
 import re
@@ -160,7 +161,10 @@ def test_results_and_page_say_what_was_printed(spine: Spine) -> None:
     assert results.details["patients"] == len(test.patients)
     assert results.inputs["manifest"] == test.fingerprint
     macro = results.row("auroc", "macro")
-    assert 0 <= macro.low <= macro.value <= macro.high <= 1
+    assert 0 <= macro.value <= 1
+    assert math.isnan(macro.low)  # of nine images, most resamples lack a class: the mean has no interval
+    edema = results.row("auroc", "Edema")
+    assert 0 <= edema.low <= edema.value <= edema.high <= 1
     assert f"{macro.value:.3f}" in spine.printed["eval"]
     predictions = [json.loads(line) for line in (spine.home / "results/predictions.jsonl").read_text().splitlines()]
     source = ShardSource(spine.shards / "test")
@@ -230,7 +234,7 @@ def test_a_flipped_bit_of_a_checkpoint_is_found_before_it_is_judged(
         cli.main(["eval", "zero-shot", "--checkpoint", str(checkpoint), "--data", str(spine.shards / "test")])
     error = capsys.readouterr().err  # of config.json the syntax may be what is found first
     assert error.startswith(f"medvl: {checkpoint / name} ")
-    assert error.endswith("damaged\n")
+    assert error.endswith("damaged\n") or (name == "config.json" and "is not JSON that medvl reads" in error)
     assert error.count("\n") == 1
 
 

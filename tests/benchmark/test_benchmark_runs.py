@@ -452,7 +452,7 @@ def test_masked_records_are_trained_and_probed(tmp_path: Path) -> None:
     assert (store.state(run), run.tasks) == ("finished", ("probe",))
     text = print_site(write_site(plan, store))
     row = " ".join(line for line in text.splitlines() if line.startswith("mrm "))
-    assert row.startswith("mrm  masked-record model")
+    assert row.split()[:3] == ["mrm", "masked-record", "model"]
     assert " [0." in row  # an interval, without the escapes of Markdown
     assert "Masked-record models" in text
 

@@ -223,6 +223,8 @@ def _decode_png(data: bytes, color: bool, max_pixels: int) -> np.ndarray:
     except cv2.error:
         samples = None
     if samples is None:
+        # OpenCV gives no reason. Where the memory of the pixels is not to be had, numpy raises MemoryError here.
+        np.empty(height * width * (1 if is_grey else 3) * (2 if bits == 16 else 1), np.uint8)
         raise _damaged("PNG", truncated=False)
     pixels = to_8_bits(samples) if samples.dtype == np.uint16 else samples
     if is_grey:

@@ -54,7 +54,13 @@ def make_plan(folder: Path, count: int = 40) -> Plan:
             labels={"even": int(number % 2 == 0)},
         )
         records.append(Record(sample))
-    return Plan("lab-x", records, ("even",), RowCounts(excluded=Counter(view=3)), Counter(repaired=2))
+    return Plan(
+        "lab-x",
+        records,
+        ("even",),
+        RowCounts(read=count + 3, kept=count, excluded=Counter(view=3)),
+        Counter(repaired=2),
+    )
 
 
 def make_parts(folder: Path, deid: Deidentifier, parts: int, plan: Plan | None = None) -> list[Path]:

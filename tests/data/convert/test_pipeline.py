@@ -263,7 +263,10 @@ def test_patient_in_two_splits_is_refused(tmp_path: Path, deid: Deidentifier) ->
 def test_empty_plans_and_duplicate_keys_are_refused(tmp_path: Path, deid: Deidentifier) -> None:
     with raises(CorpusError, "empty", names="3 view"):
         write_shards(
-            Plan("lab", [], (), RowCounts(excluded=Counter(view=3))), deid, ShardRun(out=tmp_path / "out"), OPTIONS
+            Plan("lab", [], (), RowCounts(read=3, excluded=Counter(view=3))),
+            deid,
+            ShardRun(out=tmp_path / "out"),
+            OPTIONS,
         )
     plan = make_plan(tmp_path / "images", 2)
     with raises(CorpusError, "conflict", "key", names="key000"):

@@ -178,10 +178,12 @@ def test_duplicated_images_do_not_narrow_patient_intervals():
     assert (by_image[2] - by_image[1]) < 0.6 * (single[2] - single[1])
 
 
-def test_mean_over_labels_skips_undefined_labels():
+def test_mean_over_labels_is_over_the_same_labels_in_every_resample():
     nan = np.nan
-    values_RL = np.array([[0.5, 0.7, nan], [nan, nan, nan], [0.1, 0.2, 0.6]])
-    np.testing.assert_allclose(bootstrap.mean_over_labels(values_RL), [0.6, nan, 0.3])
+    values_RL = np.array([[0.5, 0.7, nan], [nan, 0.5, 0.5], [0.1, 0.2, 0.6]])
+    first_two, none = np.array([True, True, False]), np.zeros(3, dtype=bool)
+    np.testing.assert_allclose(bootstrap.mean_over_labels(values_RL, first_two), [0.6, nan, 0.15])
+    np.testing.assert_allclose(bootstrap.mean_over_labels(values_RL, none), [nan] * 3)
 
 
 def test_bootstrap_metric_uses_same_resamples():

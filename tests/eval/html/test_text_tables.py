@@ -14,7 +14,7 @@ def test_a_table_is_aligned_and_not_escaped() -> None:
         "Results. Of a_b.",
         "",
         "     kind          AUROC_x",
-        "a|b  one   0.5 [0.4, 0.6]",
+        "a|b  one    0.5 [0.4, 0.6]",
         "c    three",
     ]
 

@@ -275,6 +275,6 @@ def test_labels_without_sentences_lead_to_the_set_for_any_label() -> None:
     with raises(EvaluationError, "mismatch", "prompts", names="data with labels"):
         common_classes(prompts, source())
     with raises(EvaluationError, "unknown_name", "labels", names="did you mean 'covid'"):
-        prompts.for_labels(names, ("Covid",))
+        prompts.for_labels(names, ("covd",))
     statements = load_prompts("statements").for_labels(names, ("covid",))
     assert common_classes(statements, source(*names)) == ("covid",)

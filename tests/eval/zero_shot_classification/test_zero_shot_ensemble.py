@@ -156,7 +156,7 @@ def test_zero_shot_command_accepts_several_checkpoints(tmp_path: Path, deid: Dei
     folders = [checkpoint(tmp_path / "run" / name, seed) for seed, name in enumerate(("first", "second"))]
     options = ["--data", str(data), "--prompts", str(prompts), "--resamples", "0", "--workers", "0"]
     cli.main(["eval", "zero-shot", "--checkpoint", *map(str, folders), *options])
-    out = tmp_path / "run/eval/zero_shot_ensemble"
+    out = folders[0] / "eval/zero_shot_ensemble"
     members = load_ensemble(folders, "cpu")
     read = functools.partial(open_for_evaluation, open_source(data, folders), batch=5, workers=0)
     alone = [
