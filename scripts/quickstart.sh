@@ -9,7 +9,7 @@ export HF_HUB_OFFLINE=1 NO_ALBUMENTATIONS_UPDATE=1 MEDVL_SALT_FILE="$PWD/quickst
 bin=.venv/bin
 # The order of training follows the hashed ids. The phantom has nothing to hide, so its salt is the same everywhere.
 mkdir -p quickstart
-[ -e quickstart/salt ] || printf '%064d\n' 0 > quickstart/salt
+[ -e quickstart/salt ] || (umask 077 && printf '%064d\n' 0 > quickstart/salt)
 step() { printf '\n== %s\n' "$1"; }
 
 step "A phantom MIMIC-CXR: DICOM files, reports, tables"

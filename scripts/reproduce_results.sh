@@ -16,7 +16,7 @@ source scripts/setup.sh
 setup ""
 export HF_HUB_OFFLINE=1 NO_ALBUMENTATIONS_UPDATE=1 MEDVL_SALT_FILE="$PWD/quickstart/salt"
 mkdir -p quickstart
-[ -e quickstart/salt ] || printf '%064d\n' 0 > quickstart/salt  # as in scripts/quickstart.sh
+[ -e quickstart/salt ] || (umask 077 && printf '%064d\n' 0 > quickstart/salt)  # as in scripts/quickstart.sh
 bin=.venv/bin
 torchrun() { $bin/torchrun --standalone --nproc-per-node 1 "$@"; }
 evaluate() { [ -e "$2/results.json" ] || $bin/medvl eval "$1" --out "$2" "${@:3}"; }

@@ -54,7 +54,9 @@ class Bench:
     def prepare(self) -> None:
         """Create corpus, shards and vocabulary with the command line."""
         self.home.mkdir(parents=True, exist_ok=True)
-        (self.home / "salt").write_text("5a" * 32 + "\n")
+        salt = self.home / "salt"
+        salt.write_text("5a" * 32 + "\n")
+        salt.chmod(0o600)
         corpus, shards = str(self.home / "corpus"), str(self.home / "shards")
         for arguments in (
             ["phantom", "mimic-cxr", "--out", corpus, "--patients", "40", "--size", "96", "--workers", "1"],

@@ -143,7 +143,7 @@ def _make(corpus: CorpusConfig, root: Path, run: Command, runs: Sequence[Run]) -
     steps = [(step, _commands(step, str(root), f"corpora.{corpus.name}.make")) for step in _steps(corpus, runs)]
     salt = root / "salt"
     if "MEDVL_SALT_FILE" not in os.environ and not salt.exists():  # as `medvl phantom quickstart`
-        write_atomic(salt, f"{0:064d}\n")
+        write_atomic(salt, f"{0:064d}\n", permissions=0o600)
     given = os.environ.get("MEDVL_SALT_FILE")
     os.environ["MEDVL_SALT_FILE"] = given or str(salt)
     try:

@@ -22,7 +22,7 @@ def quickstart(out: Path = Path("quickstart"), options: phantom.ViewsOptions = _
     out.mkdir(parents=True, exist_ok=True)
     salt = out / "salt"
     if not salt.exists():  # phantom data are not confidential; a fixed salt gives the same order everywhere
-        write_atomic(salt, f"{0:064d}\n")
+        write_atomic(salt, f"{0:064d}\n", permissions=0o600)
     corpus, of_shards = out / "mimic-cxr", out / "shards"
     write = phantom.COMMANDS["mimic-cxr"]
     write(corpus, options)
