@@ -104,7 +104,7 @@ _NAMES = (
     rf"(?:(?:[A-Z]\.\s{{0,2}}){{1,2}}{_TITLE}|{_NOT_NAMES}{_TEAMS}{_TITLE}\s{{1,2}}(?:[A-Z]\.?\s{{1,2}})?{_TITLE})",
     rf"(?:[Ss]een|[Rr]eviewed|[Ii]nterpreted|[Rr]ead|[Rr]eported|[Aa]pproved|[Vv]erified)\s{{1,2}}by\s{{1,2}}{_TEAMS}{_TITLE}",
     r"(?:(?:[Dd]ictated|[Tt]ranscribed|[Ss]igned|[Tt]yped)\s{1,2}by\s{1,2}[A-Z][\w'’-]{1,30})",
-    rf"\b{_ROLES}\s{{1,2}}(?!Radiolog|Physician|Surgeon|Nurse){_TITLE}(?:\s{{1,2}}{_TITLE})?",
+    rf"\b{_ROLES}\s{{1,2}}(?!Radiolog|Physician|Surgeon|Nurse|(?:Drs?|Mrs?|Ms)\b){_TITLE}(?:\s{{1,2}}{_TITLE})?",
     rf"\b(?:RN|NP)\s{{1,2}}{_TITLE}",
     rf"\b(?:[Pp]atient|[Pp]t)\.?,?\s{{1,2}}(?:name\s{{1,2}}is\s{{1,2}})?{_TITLE}\s{{1,2}}{_TITLE}",
     rf"\b(?:wife|husband|mother|father|daughter|son|sister|brother|spouse|partner),?\s{{1,2}}(?:named\s{{1,2}})?{_TITLE}",

@@ -73,6 +73,7 @@ PHRASES = (
     "T2N1M0", "COVID-19", "SARS-CoV-2", "H1N1", "B12", "FEV1", "S1Q3T3", "March fracture", "Port in place", "20/20", "24/7",
     "reviewed with Clinical Team", "performed by Interventional Radiology", "communicated to Emergency Department",
     "discussed with the ED", "signed by the attending", "seen by Radiology", "read by Emergency Medicine", "called to ER",
+    "discussed with the referring physician Dr. ___ by telephone", "telephoned to the nurse Mrs. ___", "resident Dr. XXXX",
 )  # fmt: skip
 """No identifier in any."""
 
