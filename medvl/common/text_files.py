@@ -99,11 +99,11 @@ def read_json_objects(
         try:
             row = parse_json(line)
         except ValueError as error:
-            advice = "remove the comma at its end; each line is an object of its own" if _has_comma(line) else ""
+            advice = "remove the comma at its end; each line is one object" if _has_comma(line) else ""
             message = f"{where}: expected an object with {expected}, got no JSON ({_reason(error)})"
             raise kind("; ".join(filter(None, (message, advice))), "malformed", field=field) from None
         if not isinstance(row, dict):
-            advice = "write each object on a line of its own, without brackets around them"
+            advice = "write one object per line, without brackets around them"
             raise kind(f"{where}: expected an object with {expected}; {advice}", "malformed", field=field)
         missing = [name for name in required if name not in row]
         if missing:

@@ -1,4 +1,4 @@
-"""Lines of a report: which begin a statement of their own, and which continue the line before.
+"""Lines of a report: which begin a statement, and which continue the line before.
 
 Prose that was wrapped and lists of statements without full stops look alike: "There is no⏎pneumothorax" is one
 statement, "No pneumothorax⏎Small left effusion" are two. `units` decides for each line by what it begins with (a list
@@ -124,7 +124,7 @@ _NAMES = words(
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Unit:
-    """A statement, list item or paragraph that stands on lines of its own, without its line wraps."""
+    """A statement, list item or paragraph that stands on separate lines, without its line wraps."""
 
     text: str
     mark: int = 0
@@ -178,7 +178,7 @@ def units(text: str, width: int = 0) -> list[Unit]:
 
 
 def one_line(text: str, width: int = 0) -> str:
-    """Return a text on one line: wraps are undone, and statements on lines of their own end with a full stop.
+    """Return a text on one line: wraps are undone, and statements on separate lines end with a full stop.
 
     The last one, and what ends with a colon, stays as it is. `width` is as for `units`.
     """

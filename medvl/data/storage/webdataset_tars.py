@@ -196,7 +196,7 @@ def _group(
                 if len(sample) > 1:
                     yield sample
             if hash(key) in seen:
-                advice = "repack it with sorted names (tar --sort=name), and give each sample a name of its own"
+                advice = "repack it with sorted names (tar --sort=name), and give each sample another name"
                 state = f"the members of sample {key!r} are not next to each other, or two samples have this name"
                 raise ShardError(f"{where}: {state}; {advice}", "conflict", field="key")
             seen.add(hash(key))

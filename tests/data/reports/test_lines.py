@@ -1,4 +1,4 @@
-"""Statements on lines of their own, wrapped prose, and joined texts."""
+"""Statements on separate lines, wrapped prose, and joined texts."""
 
 import textwrap
 
