@@ -214,8 +214,15 @@ def _start_wandb(project: str, run_dir: Path, settings: Mapping[str, Any]) -> An
     id_file = run_dir / "wandb-id"
     if not id_file.exists():
         write_atomic(id_file, uuid.uuid4().hex)
-    run = {"id": id_file.read_text(), "name": run_dir.name, "dir": run_dir, "resume": "allow"}
-    return wandb.init(project=project, config=dict(settings), allow_val_change=True, **run)
+    return wandb.init(
+        project=project,
+        name=run_dir.name,
+        id=id_file.read_text(),
+        resume="allow",
+        dir=run_dir,
+        config=dict(settings),
+        allow_val_change=True,
+    )
 
 
 def _finite(value: Any) -> Any:
