@@ -4,21 +4,27 @@
     python scripts/build_docs.py --out site
 
 The pages come from `docs/pages`, `docs/notebooks`, `data_cards/` and the documents at the top of the repository. The
-notebooks are run, so that the site shows their outputs. The API reference has one page for each package, with the
-public names of its face and their docstrings.
+notebooks are run, so that the site shows their outputs. Three kinds of pages are made from the code: the systems and
+corpora, the published numbers of the recipes, and the API reference, one page for each package.
 """
 
 import argparse
 import importlib
+import inspect
 import os
 import re
+import runpy
 import shutil
 import subprocess
 import sys
 import tempfile
+from collections import defaultdict
+from collections.abc import Callable, Mapping
 from html.parser import HTMLParser
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
+
+from medvl.models import list_models, system
 
 ROOT = Path(__file__).parent.parent
 FACES = (
@@ -33,7 +39,45 @@ FACES = (
         "medvl.benchmark",
     ),
 )
-DOCUMENTS = ("RESULTS", "PERFORMANCE", "RELIABILITY", "CONTRIBUTING", "CHANGELOG", "SECURITY")
+DOCUMENTS = ("RESULTS", "PERFORMANCE", "CONTRIBUTING", "CHANGELOG", "SECURITY")
+FAMILIES = {
+    "dual_encoders": (
+        "Dual-encoders",
+        "They embed images and texts apart: zero-shot classification, retrieval, grounding, linear probes.",
+    ),
+    "fusion_encoders": (
+        "Fusion-encoders",
+        "They read an image and a text together: question answering, matching, classification.",
+    ),
+    "report_generators": (
+        "Report generators",
+        "They write a report for one or two images. MedViLL does too, with `--model.objective report`.",
+    ),
+    "image_generation": (
+        "Image generators",
+        "They draw radiographs, most of them from a text. Install `medvl[generation]`.",
+    ),
+    "language": (
+        "Text encoders",
+        "They learn from text alone and start the text side of other systems.",
+    ),
+    "downstream": (
+        "Models on a pretrained encoder",
+        "They learn from annotations and start from a checkpoint of another system.",
+    ),
+}
+"""Folder of `medvl/models` -> heading of its systems, and what they are for."""
+PUBLISHED = """# Published numbers
+
+Published numbers and the commands to reproduce them, with the paper's weights or after a run of the preset `paper`.
+None of them was measured with medvl; [Results](results.md) has those. Values have the unit of the source: percent, or a
+share of one. Look up numbers marked "not checked" in the source before you quote them.
+
+Many numbers are re-runs by other papers, as the source states. Splits, prompts and thresholds differ between papers:
+compare only rows of one source. `medvl recipes numbers RECIPE` prints the rows of one recipe.
+
+"""
+"""Introduction of the page of published numbers."""
 _MODULES = ("medvl.schema", "medvl.errors")
 """Modules without a face whose public members are documented as a whole."""
 
@@ -42,9 +86,11 @@ def main() -> None:
     """Parse the options, build the site, report broken links."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=ROOT / "site", help="folder of the site; replaced if it exists")
-    out = parser.parse_args().out.resolve()
+    parser.add_argument("--skip-notebooks", action="store_true", help="show the notebooks without running them")
+    options = parser.parse_args()
+    out = options.out.resolve()
     with tempfile.TemporaryDirectory() as folder:
-        collect(Path(folder) / "docs")
+        collect(Path(folder) / "docs", run_notebooks=not options.skip_notebooks)
         config = Path(folder) / "mkdocs.yml"
         config.write_text(navigation((ROOT / "docs/mkdocs.yml").read_text(), Path(folder) / "docs"))
         command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--clean", "-f", str(config), "-d", str(out)]
@@ -56,18 +102,21 @@ def main() -> None:
     raise SystemExit(1 if broken else 0)
 
 
-def collect(pages: Path) -> None:
-    """Copy every page into the folder `pages` and write the API reference there."""
+def collect(pages: Path, *, run_notebooks: bool) -> None:
+    """Copy every page into the folder `pages`, and write the pages that are made from the code."""
     shutil.copytree(ROOT / "docs/pages", pages)
     (pages / "notebooks").mkdir()
+    copy_notebook = run_notebook if run_notebooks else shutil.copy
     for path in sorted((ROOT / "docs/notebooks").glob("*.ipynb")):
-        run_notebook(path, pages / "notebooks" / path.name)
+        copy_notebook(path, pages / "notebooks" / path.name)
     shutil.copytree(ROOT / "docs/images", pages / "images")
     shutil.copytree(ROOT / "docs/javascripts", pages / "javascripts")
     shutil.copytree(ROOT / "data_cards", pages / "data_cards")
     for name in DOCUMENTS:
         text = (ROOT / f"{name}.md").read_text(encoding="utf-8")
         (pages / f"{name.lower()}.md").write_text(text.replace("](docs/pages/", "]("), encoding="utf-8")
+    for name, make_page in GENERATED.items():
+        (pages / name).write_text(make_page(), encoding="utf-8")
     (pages / "api").mkdir()
     for face in FACES:
         (pages / "api" / f"{face}.md").write_text(api_page(face))
@@ -90,6 +139,55 @@ def run_notebook(source: Path, target: Path) -> None:
         metadata = {"metadata": {"path": folder}}
         NotebookClient(notebook, timeout=1800, kernel_name="python3", resources=metadata).execute()
     nbformat.write(notebook, target)
+
+
+def systems_page() -> str:
+    """Return the page of all systems and corpora, from the registry, the recipes and the data cards."""
+    recipes = recipes_by_system()
+    rows: dict[str, list[str]] = {family: [] for family in FAMILIES}
+    for name in list_models():
+        cls = system(name)
+        sentence = first_paragraph(cls.__doc__).partition(". ")[0].rstrip(".")
+        objective = re.sub(r" \([^()]*section[^()]*\)", "", sentence)
+        family = cls.__module__.split(".")[2]
+        rows[family].append(f"| `{name}` | {objective} | {recipe_cell(recipes[name])} |")
+    lines = ["# Systems and corpora", "", "`medvl.create_model(NAME)` builds a system.", ""]
+    for family, (title, text) in FAMILIES.items():
+        lines += [f"## {title}", "", text, "", "| system | objectives | recipes |", "|---|---|---|", *rows[family], ""]
+    lines += ["Recipes that train them:", "", *(f"- `{name}`: {text}" for name, text in recipes[""].items()), ""]
+    lines += ["## Corpora", ""]
+    lines += ["`medvl cards show NAME` prints a card.", "", "| card | corpus | command |", "|---|---|---|"]
+    for path in sorted((ROOT / "data_cards").glob("*.md")):
+        text = path.read_text(encoding="utf-8")
+        title = text.partition("\n")[0].removeprefix("# ")
+        command = re.search(rf"medvl shards {path.stem}\b", text) or re.search(r"medvl (?:eval|knowledge) [\w-]+", text)
+        lines.append(
+            f"| [{path.stem}](data_cards/{path.name}) | {title} | {f'`{command.group()}`' if command else ''} |"
+        )
+    return "\n".join([*lines, ""])
+
+
+def recipes_by_system() -> Mapping[str, Mapping[str, str]]:
+    """Return the recipes that train each system, "" for those that start from a checkpoint, and their first lines."""
+    found: dict[str, dict[str, str]] = defaultdict(dict)
+    for path in sorted((ROOT / "recipes").glob("*.py")):
+        recipe = runpy.run_path(str(path))
+        summary = first_paragraph(recipe["__doc__"])
+        for preset in recipe["PRESETS"].values():
+            model = getattr(preset, "model", None)
+            found["" if model is None else model.system][path.stem] = summary
+    return found
+
+
+def recipe_cell(recipes: Mapping[str, str]) -> str:
+    """Return recipes and their summaries as the cell of a table, with links to arXiv."""
+    lines = [f"`{name}`: {summary}" for name, summary in recipes.items()]
+    return re.sub(r"arXiv (\d{4}\.\d{5})", r"[arXiv \1](https://arxiv.org/abs/\1)", "<br>".join(lines))
+
+
+def first_paragraph(docstring: str | None) -> str:
+    """Return the first paragraph of a docstring as one line."""
+    return " ".join(inspect.cleandoc(docstring or "").partition("\n\n")[0].split())
 
 
 def api_page(face: str) -> str:
@@ -136,6 +234,16 @@ class _Page(HTMLParser):
                 self.links += [] if value.startswith("data:") else [value]
             elif tag not in ("a", "area", "base") and dict(attrs).get("rel") != "canonical":
                 self.foreign.append(value)
+
+
+def published_page() -> str:
+    """Return the page of published numbers: an introduction and the output of `medvl recipes numbers --markdown`."""
+    command = [sys.executable, "-m", "medvl", "recipes", "numbers", "--markdown"]
+    return PUBLISHED + subprocess.run(command, check=True, capture_output=True, text=True).stdout
+
+
+GENERATED: Mapping[str, Callable[[], str]] = {"systems.md": systems_page, "published-numbers.md": published_page}
+"""Page of the site -> function that returns its Markdown."""
 
 
 def broken_links(site: Path) -> list[str]:

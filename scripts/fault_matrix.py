@@ -1,7 +1,7 @@
 """Fault matrix from a test run: faults, expected behaviour, and the tests that check it.
 
     python scripts/fault_matrix.py                      # print the table
-    python scripts/fault_matrix.py --write              # write RELIABILITY.md
+    python scripts/fault_matrix.py --write              # write docs/pages/reliability.md
     python scripts/fault_matrix.py F5 S4                # these items only
 
 Tests are marked with `@pytest.mark.fault("F5")`. The exit status is 1 if a test fails or an item has no passing test.
@@ -20,7 +20,7 @@ import torch
 import medvl
 
 ROOT = Path(__file__).parent.parent
-PAGE = ROOT / "RELIABILITY.md"
+PAGE = ROOT / "docs/pages/reliability.md"
 ITEMS = {
     "F1": (
         "kill -9 before every file operation of a checkpoint",
@@ -170,14 +170,14 @@ def table(collector: Collector, requested: list[str]) -> tuple[str, bool]:
 
 
 def page(text: str) -> str:
-    """Return the content of RELIABILITY.md."""
+    """Return the content of docs/pages/reliability.md."""
     versions = f"medvl {medvl.__version__}, torch {torch.__version__}, Python {platform.python_version()}"
     machine = "a GPU" if torch.cuda.is_available() else "no GPU"
     return (
         "# Reliability\n\n"
         "Written by `python scripts/fault_matrix.py --write` from a run of the tests that it names, on "
         f"{platform.system()} with {machine} ({versions}). F: faults, N: numerics, S: security, P: performance (see "
-        f"also `PERFORMANCE.md`).\n\n{text}\n"
+        f"also [Performance](performance.md)).\n\n{text}\n"
         "Longer checks outside the test suite: `python scripts/fuzz.py` (10,000 mutations per reader) and "
         "`python scripts/soak.py` (an hour of kills, damage and resumes; memory over 10,000 steps).\n"
     )
@@ -187,7 +187,7 @@ def main() -> None:
     """Run the marked tests and print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("items", nargs="*", metavar="ITEM", help="default: all")
-    parser.add_argument("--write", action="store_true", help="write RELIABILITY.md")
+    parser.add_argument("--write", action="store_true", help="write docs/pages/reliability.md")
     options = parser.parse_args()
     unknown = [item for item in options.items if item not in ITEMS]
     if unknown:

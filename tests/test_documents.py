@@ -1,4 +1,4 @@
-"""The documents are true: the README's Python runs, and every command that a text names exists with its options.
+"""The documents are true: their Python runs, and every command that a text names exists with its options.
 
 Texts are the Markdown files, and the docstrings at the top of recipes and scripts.
 """
@@ -16,13 +16,13 @@ from pathlib import Path
 
 import pydicom
 import pytest
+from helpers.script_modules import load_script
 
 import medvl
 from medvl.cli import main as cli
 from medvl.data import train_wordpiece
 
 ROOT = Path(__file__).parents[1]
-README = (ROOT / "README.md").read_text(encoding="utf-8")
 DOCUMENTS = [
     *sorted(ROOT.glob("*.md")),
     *sorted(ROOT.glob("data_cards/*.md")),
@@ -106,8 +106,9 @@ def explained(capsys: pytest.CaptureFixture[str], run: Callable[[], object]) -> 
     return {option for line in listed for option in re.findall(r"--[\w.-]*\w", line)}
 
 
-def python_blocks() -> list[str]:
-    return re.findall(r"^```python\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
+def python_blocks(name: str) -> list[str]:
+    text = (ROOT / name).read_text(encoding="utf-8")
+    return re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
 
 
 def make_readme_files(folder: Path) -> None:
@@ -126,12 +127,35 @@ def test_readme_python_runs(
 ) -> None:
     make_readme_files(tmp_path)
     monkeypatch.chdir(tmp_path)
-    assert len(python_blocks()) == 2
-    for block in python_blocks():
-        exec(compile(block, "README.md", "exec"), {})
+    (block,) = python_blocks("README.md")
+    exec(compile(block, "README.md", "exec"), {})
     printed = capsys.readouterr().out
     assert "left apical nodule" in printed
-    assert "torch.Size([2, 1024]) torch.Size([2, 49, 1024]) (7, 7)" in printed
+    assert "(128, 128) torch.Size([1, 512])" in printed
+    assert "'medclip'" in printed
+    assert printed.endswith("] 1024\n")
+
+
+def test_python_of_the_guide_to_encoders_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    names: dict[str, object] = {}
+    for block in python_blocks("docs/pages/guides/encoders.md"):
+        exec(compile(block, "encoders.md", "exec"), names)
+    assert "torch.Size([2, 1024]) torch.Size([2, 49, 1024]) (7, 7)" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("name", "most"), [("README.md", 1000)])
+def test_documents_that_everyone_reads_are_short(name: str, most: int) -> None:
+    assert len((ROOT / name).read_text(encoding="utf-8").split()) <= most
+
+
+def test_every_system_recipe_and_card_is_on_the_generated_page() -> None:
+    page = load_script("build_docs").systems_page()
+    for name in medvl.list_models():
+        assert page.count(f"\n| `{name}` |") == 1, name
+    for path in ROOT.glob("recipes/*.py"):
+        assert f"`{path.stem}`: " in page, path.stem
+    for path in ROOT.glob("data_cards/*.md"):
+        assert f"[{path.stem}](data_cards/{path.name})" in page, path.stem
 
 
 def test_commands_are_found_in_every_kind_of_text() -> None:

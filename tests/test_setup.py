@@ -102,7 +102,7 @@ def test_documents_name_the_supported_versions() -> None:
     assert named == ["3.11", "3.12", "3.13"]
     assert all(version in SpecifierSet(project["requires-python"]) for version in named)
     sentence = "Python 3.11, 3.12 or 3.13"
-    for name in ("README.md", "docs/pages/guides/getting-started.md", "scripts/setup.sh"):
+    for name in ("README.md", "docs/pages/start-here.md", "scripts/setup.sh"):
         assert sentence in (PROJECT / name).read_text(), name
 
 
