@@ -10,6 +10,8 @@ from typing import Any
 os.environ["PYTHONPATH"] = os.pathsep.join(
     filter(None, [str(Path(__file__).parent), os.environ.get("PYTHONPATH")])
 )  # children import helpers
+# Containers set this so that images stay small; every process that starts from here would compile torch anew.
+os.environ["PYTHONDONTWRITEBYTECODE"] = ""
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("NO_ALBUMENTATIONS_UPDATE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
