@@ -335,6 +335,8 @@ def convert(plan: "Plan", deid: "Deidentifier", shared: ConversionOptions) -> st
 
     run = shared.run
     lines = _report(run.local_out, write_shards(plan, deid, run, shared.options))
+    if plan.rows.messages:
+        lines.append(f"skipped rows: {plan.rows.describe_skipped()}")
     if run.part is not None:
         lines.append(f"Part {run.part} is finished. When all are: medvl merge OUT PART ..., with the --out of each.")
     if run.staging is not None:
@@ -369,8 +371,6 @@ def _report(out: Path, manifests: "Mapping[str, Manifest]") -> list[str]:
         lines.append("warnings: " + ", ".join(f"{count} {name}" for name, count in sorted(warnings.items())))
     if any(name.startswith("possible_") or name == "says_burned_in" for name in warnings):
         lines.append(_IDENTIFYING)
-    if not any(manifest.samples for manifest in manifests.values()):
-        lines.append("No sample was written. To keep images without text, use --keep-textless and another --out.")
     return lines
 
 

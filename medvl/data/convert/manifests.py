@@ -6,7 +6,9 @@ from pathlib import Path
 
 from medvl.data.convert.conversion import Conversion
 from medvl.data.convert.note import ShardNote
+from medvl.data.corpora.common.row_counts import listed
 from medvl.data.shards.format import MANIFEST, Manifest
+from medvl.errors import CorpusError
 
 
 def build_manifests(
@@ -24,6 +26,21 @@ def write_manifests(manifests: Mapping[str, Manifest], out: Path) -> None:
     for split, manifest in manifests.items():
         if not (out / split / MANIFEST).is_file() or Manifest.read(out / split) != manifest:
             manifest.write(out / split)
+
+
+def check_samples(manifests: Mapping[str, Manifest], out: Path) -> None:
+    """Raise CorpusError where no split has a sample; the message counts by reason what was left out."""
+    if any(manifest.samples for manifest in manifests.values()):
+        return
+    reasons = sum(
+        (Counter(manifest.excluded) + Counter(manifest.skipped) for manifest in manifests.values()), Counter()
+    )
+    planned = sum(manifest.planned for manifest in manifests.values())
+    advice = f"remove {out} and its private folder, or give another --out, once that is mended"
+    if reasons["no_text"]:
+        advice = "to keep images without text, use --keep-textless and another --out"
+    message = f"{out}: no sample was written of {planned} ({listed(reasons)}); {advice}"
+    raise CorpusError(message, "empty", field="out")
 
 
 def _manifest(conversion: Conversion, split: str, notes: Sequence[ShardNote], planned: int) -> Manifest:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from medvl.common.files import temporary_name, write_atomic
 from medvl.data.convert.conversion import Conversion
-from medvl.data.convert.manifests import build_manifests, write_manifests
+from medvl.data.convert.manifests import build_manifests, check_samples, write_manifests
 from medvl.data.convert.note import ShardNote
 from medvl.data.convert.options import parse_part
 from medvl.data.convert.private_folder import PrivateFolder
@@ -61,6 +61,7 @@ def merge_parts(out: Path, folders: Sequence[Path], *, progress: bool = False) -
     Raises:
         ConfigError: no part is given, the parts differ in corpus, options, salt or package versions, or `out` has other
             content.
+        CorpusError: no part has a sample.
         ShardError: a part is missing, given twice, unfinished or damaged.
         SplitError: a patient is in two splits.
     """
@@ -89,6 +90,7 @@ def _merge_into(
             write_atomic(private.note_path(name), part.private.note_path(name).read_bytes(), permissions=0o600)
     ordered = [notes[name] for _, name in conversion.shards()]
     manifests = build_manifests(conversion, ordered, conversion.planned)
+    check_samples(manifests, out)
     _verify(manifests, out, parts, progress)
     private.write_skipped(ordered)
     with ExitStack() as stack:

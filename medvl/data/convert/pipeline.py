@@ -28,7 +28,7 @@ from medvl.common.untrusted import ANYWHERE
 from medvl.data.convert.conversion import Conversion
 from medvl.data.convert.engine import Engine
 from medvl.data.convert.local_engine import LocalEngine
-from medvl.data.convert.manifests import build_manifests, write_manifests
+from medvl.data.convert.manifests import build_manifests, check_samples, write_manifests
 from medvl.data.convert.note import ShardNote
 from medvl.data.convert.options import ShardOptions, ShardRun, select_part
 from medvl.data.convert.plan import PlannedShard, ShardPlan, count_by_split
@@ -60,7 +60,7 @@ def write_shards(
 
     Raises:
         SplitError: a patient is in two splits.
-        CorpusError: there are no records, or two with one key.
+        CorpusError: there are no records, or two with one key, or no sample could be written.
         ConfigError: `run.out` holds another conversion, or another process converts into it.
         BudgetError: more images are unreadable, or more rows unusable, than the budget allows.
         ShardError: the disk is full, or a worker died.
@@ -73,8 +73,8 @@ def write_shards(
         upload_shards(run.local_out, address, progress=sys.stderr.isatty())
         return manifests
     private = PrivateFolder(run.out)
-    shard_plan = ShardPlan(plan, options.samples_per_shard)
     _check_rows(plan.rows, run)
+    shard_plan = ShardPlan(plan, options.samples_per_shard)
     conversion = Conversion.from_plan(shard_plan, options, deid.fingerprint, run.part)
     with conversion.claim(run.out, private):
         return _write_claimed(shard_plan, conversion, private, run, options)
@@ -103,10 +103,11 @@ def _write_claimed(
                 _check_budget(notes.values(), budget, private)
         _check_budget(notes.values(), budget, private)
         ordered = [notes[shard.name] for shard in shards]
-        private.write_skipped(ordered)
+        private.write_skipped(ordered, shard_plan.rows.messages)
         private.write_sources(shard_plan.sources(shards))
         manifests = build_manifests(conversion, ordered, planned)
         if conversion.part is None:
+            check_samples(manifests, run.out)
             write_manifests(manifests, run.out)
         return manifests
     except OSError as error:
@@ -171,7 +172,8 @@ def _check_rows(rows: RowCounts, run: ShardRun) -> None:
     if skipped > budget:
         state = f"{skipped} of {rows.read} {rows.unit} cannot be used ({listed(rows.skipped)})"
         advice = "repair them, or raise --max-skipped, and run again"
-        raise BudgetError(f"{state}, over the budget of {budget}; {advice}", "budget", field="max_skipped")
+        detail = f": {rows.describe_skipped()}" if rows.messages else ""
+        raise BudgetError(f"{state}, over the budget of {budget}{detail}; {advice}", "budget", field="max_skipped")
 
 
 def _check_budget(notes: Collection[ShardNote], budget: int, private: PrivateFolder) -> None:

@@ -51,14 +51,15 @@ class PrivateFolder:
             return None
         return note if complete else None
 
-    def write_skipped(self, notes: Iterable[ShardNote]) -> None:
-        """List the skipped images with reason and message; the messages name files."""
-        rows = [
+    def write_skipped(self, notes: Iterable[ShardNote], rows: Iterable[tuple[str, str]] = ()) -> None:
+        """List the skipped rows of the corpus, and the skipped images, with reason and message; these name files."""
+        lines = [json.dumps({"reason": reason, "message": message}) for reason, message in rows]
+        lines += [
             json.dumps({"key": image.key, "split": note.split, "reason": image.reason, "message": image.message})
             for note in notes
             for image in note.skipped
         ]
-        write_atomic(self.skipped, "".join(row + "\n" for row in rows), permissions=0o600)
+        write_atomic(self.skipped, "".join(line + "\n" for line in lines), permissions=0o600)
 
     def write_sources(self, lines: Iterable[str]) -> None:
         """List the source file of each key: sorted lines `key<TAB>path`, written as they are produced."""

@@ -2,6 +2,7 @@
 `data_cards/table.md`.
 """
 
+import contextlib
 import dataclasses
 import os
 from collections import Counter
@@ -30,8 +31,8 @@ from medvl.data.corpora.common.tables import (
     Record,
     check_columns,
     malformed,
-    read_json_lines,
-    read_table,
+    number_json_lines,
+    number_table_rows,
     report_sections,
 )
 from medvl.data.privacy.deidentify import Deidentifier, cap_age
@@ -117,8 +118,10 @@ def plan(
         follow_links: also read images that links out of `image_root` lead to, as in trees of git-annex.
         keep_imageless: keep rows whose image cell is empty, as texts without an image.
 
-    Raises CorpusError when the table cannot be read, lacks a column, has invalid values, or lists an image file twice;
-    SplitError when a patient is in two splits; ConfigError when the name or the fractions are invalid.
+    Invalid rows are counted as skipped; `Plan.rows.messages` names file, row and problem of each.
+
+    Raises CorpusError when the table cannot be read, lacks a column or lists an image file twice; SplitError when a
+    patient is in two splits; ConfigError when the name or the fractions are invalid.
     """
     check_name(name, "name")
     table, where = Path(table), dict(where or {})
@@ -133,19 +136,22 @@ def plan(
         return all(equals(row[column], value) for column, value in where.items())
 
     # The table is read twice, for its labels and for its rows, because it may not fit in memory.
-    labels = _collect_labels((row for row in _read_rows(table, required) if is_selected(row[1])), columns, table)
+    valid = (row for _, row in _read_rows(table, required) if not isinstance(row, CorpusError))
+    labels = _collect_labels(filter(is_selected, valid), columns, table)
     real, warnings = Path(os.path.realpath(root)), Counter[str]()
     reader = _RowReader(table, real, columns, deid, name, fractions, parse_reports, labels, warnings, keep_imageless)
     rows = RowCounts("rows" if columns.image_column is None else IMAGES)
     records, checks = Records(), RowChecks(table)
     for number, row in rows.reading(_read_rows(table, required)):
-        if not is_selected(row):
-            rows.exclude("where")
-            continue
         try:
+            if isinstance(row, CorpusError):
+                raise row
+            if not is_selected(row):
+                rows.exclude("where")
+                continue
             sample = reader.sample(number, row)
         except CorpusError as error:
-            checks.add_invalid(error)
+            rows.skip(f"{'cell' if error.field else 'row'}_{error.code}", message=str(error))
         else:
             records.append(Record(sample))
             rows.kept += 1
@@ -198,7 +204,7 @@ class _RowReader:
         patient_text = self._id(number, row, columns.patient_column)
         if not patient_text or not (image_text or self.keep_imageless or columns.image_column is None):
             field = columns.image_column if patient_text else columns.patient_column
-            raise CorpusError(f"row {number}: {field} is empty", "missing", field=field)
+            raise CorpusError(f"{self.table}, row {number}: {field} is empty", "missing", field=field)
         name = image_text or f"{self.name} row {number}"
         study_text = (self._id(number, row, columns.study_column) if columns.study_column else "") or name
         patient = self.deid.patient(patient_text)
@@ -218,7 +224,7 @@ class _RowReader:
         )
 
     def _malformed(self, number: int, column: str, message: str) -> CorpusError:
-        return malformed(f"row {number}", f"{column} {message}", column)
+        return malformed(f"{self.table}, row {number}", f"{column} {message}", column)
 
     def _check_plain(self, number: int, row: Mapping[str, Any]) -> None:
         """Raise CorpusError for a list, an object or bytes where a text or a number is read."""
@@ -267,7 +273,7 @@ class _RowReader:
         for column in self.columns.text_column:
             text = report_text(row[column], self.warnings)
             if len(text) > MAX_CELL_CHARACTERS:
-                message = f"row {number}: {column} has more than {MAX_CELL_CHARACTERS} characters"
+                message = f"{self.table}, row {number}: {column} has more than {MAX_CELL_CHARACTERS} characters"
                 raise CorpusError(f"{message}; shorten the text, or leave the row out", "too_large", field=column)
             parts = {column_section(column): text} if text else {}
             if text and self.parse_reports:
@@ -297,23 +303,26 @@ class _RowReader:
             if value:
                 labels.update({f"{column}={word}": int(word == value) for word in words})
         if self.columns.tags_column:
-            listed = {tag for column in self.columns.tags_column for tag in cell_list(row[column])}
+            listed = {tag for column in self.columns.tags_column for tag in self._tags(number, row, column)}
             labels.update({tag: int(tag in listed) for tag in self.labels.tags})
         return labels
 
+    def _tags(self, number: int, row: Mapping[str, Any], column: str) -> list[str]:
+        try:
+            return cell_list(row[column])
+        except ValueError:
+            raise self._malformed(number, column, "must be a list in JSON, or entries separated by |") from None
 
-def _collect_labels(rows: Iterable[tuple[int, Mapping[str, Any]]], columns: TableColumns, table: Path) -> _Labels:
+
+def _collect_labels(rows: Iterable[Mapping[str, Any]], columns: TableColumns, table: Path) -> _Labels:
     categories: dict[str, set[str]] = {column: set() for column in columns.category_column}
     listed: set[str] = set()
-    for number, row in rows:
+    for row in rows:
         for column, words in categories.items():
             words.add(cell_text(row[column]))
         for column in columns.tags_column:
-            try:
+            with contextlib.suppress(ValueError):  # the row is skipped
                 listed.update(cell_list(row[column]))
-            except ValueError:
-                message = f"expected a list in JSON, or entries separated by |, for {column}"
-                raise malformed(f"{table}, row {number}", message, column) from None
     by_category = {column: tuple(sorted(words - {""})) for column, words in categories.items()}
     for column, values in by_category.items():
         if len(values) > _MAX_CATEGORIES:
@@ -326,13 +335,13 @@ def _collect_labels(rows: Iterable[tuple[int, Mapping[str, Any]]], columns: Tabl
     return labels
 
 
-def _read_rows(table: Path, required: list[str]) -> Iterator[tuple[int, Mapping[str, Any]]]:
-    """Yield (row number, counted from 1; row)."""
+def _read_rows(table: Path, required: list[str]) -> Iterator[tuple[int, Mapping[str, Any] | CorpusError]]:
+    """Yield (row number, counted from 1; row, or its error)."""
     kind = table.name.removesuffix(".gz").rpartition(".")[2]
     if kind in ("csv", "tsv"):
-        yield from enumerate(read_table(table, required, ANYWHERE), start=1)
+        yield from number_table_rows(table, required, ANYWHERE)
     elif kind == "jsonl":
-        yield from read_json_lines(table, required, ANYWHERE)
+        yield from number_json_lines(table, required, ANYWHERE)
     elif kind == "parquet":
         yield from _read_parquet(table, required)
     else:

@@ -67,8 +67,10 @@ def test_labels_without_text_are_converted(tmp_path: Path, capsys: pytest.Captur
     manifests = [Manifest.read(path.parent) for path in (tmp_path / "out").glob("*/manifest.json")]
     assert sum(manifest.samples for manifest in manifests) == 4
     capsys.readouterr()
-    cli.main(command(tmp_path / "empty", texts=("",)))
-    assert "--keep-textless" in capsys.readouterr().out
+    with pytest.raises(SystemExit) as ended:
+        cli.main(command(tmp_path / "empty", texts=("",)))
+    assert ended.value.code == 1
+    assert "no sample was written of 4 (4 no_text); to keep images" in capsys.readouterr().err
 
 
 def test_named_salt_file_must_exist(tmp_path: Path, capsys: pytest.CaptureFixture[str],

@@ -9,7 +9,7 @@ import pickle
 from pathlib import Path
 
 import pytest
-from helpers.errors import raises
+from helpers.errors import assert_skipped, raises
 from helpers.shard_plans import OPTIONS, make_plan, reseal
 
 from medvl.cli import main as cli
@@ -145,17 +145,16 @@ COLUMNS = TableColumns(image_column="image", patient_column="patient", text_colu
 
 @pytest.mark.fault("S17")
 @pytest.mark.parametrize(
-    ("row", "code"),
+    ("row", "reason"),
     [
-        ({"image": "a.png", "patient": "\ud800", "text": "x"}, "malformed"),
-        ({"image": "a.png", "patient": "1", "text": "half \udead"}, "malformed"),
-        ({"image": "a.png", "patient": "1", "text": "x" * (1 << 17) + "x"}, "too_large"),
-        ({"image": "../a.png", "patient": "1", "text": "x"}, "malformed"),
+        ({"image": "a.png", "patient": "\ud800", "text": "x"}, "row_malformed"),
+        ({"image": "a.png", "patient": "1", "text": "half \udead"}, "row_malformed"),
+        ({"image": "a.png", "patient": "1", "text": "x" * (1 << 17) + "x"}, "cell_too_large"),
+        ({"image": "../a.png", "patient": "1", "text": "x"}, "cell_malformed"),
     ],
 )
-def test_hostile_rows_raise(tmp_path: Path, deid: Deidentifier, row: dict[str, object], code: str) -> None:
-    with raises(CorpusError, code):
-        table.plan(write_table(tmp_path / "t", row), COLUMNS, deid)
+def test_hostile_rows_are_skipped(tmp_path: Path, deid: Deidentifier, row: dict[str, object], reason: str) -> None:
+    assert_skipped(table.plan(write_table(tmp_path / "t", row), COLUMNS, deid), reason, names="t.jsonl, row 1: ")
 
 
 @pytest.mark.fault("S17")
@@ -185,8 +184,7 @@ def test_hostile_json_and_pickles_raise(tmp_path: Path, deid: Deidentifier) -> N
         slake.plan(tmp_path, deid)
     path = write_table(tmp_path / "t")
     path.write_text("[" * 100_000)
-    with raises(CorpusError, "malformed"):
-        table.plan(path, COLUMNS, deid)
+    assert_skipped(table.plan(path, COLUMNS, deid), "row_malformed")
     for part in ("train", "val", "test"):
         (tmp_path / "qas" / part).mkdir(parents=True)
         (tmp_path / f"qas/{part}/{part}_qa.json").write_text('[{"image": "a", "question": "b", "answer": "c"}]')

@@ -24,6 +24,7 @@ from helpers.shard_plans import OPTIONS, contents, make_plan
 
 from medvl.common.untrusted import ANYWHERE
 from medvl.data.convert import local_engine, record
+from medvl.data.convert.merge import merge_parts
 from medvl.data.convert.options import ShardOptions, ShardRun
 from medvl.data.convert.pipeline import write_shards
 from medvl.data.convert.shard_task import ShardTask
@@ -130,6 +131,25 @@ def test_images_without_text_are_excluded(tmp_path: Path, deid: Deidentifier) ->
     assert (manifest.samples, manifest.excluded, manifest.skipped) == (3, {"no_text": 1}, {})
     keep = dataclasses.replace(OPTIONS, keep_textless=True)
     assert write_shards(plan, deid, ShardRun(out=tmp_path / "b", workers=1), keep)["train"].samples == 4
+
+
+@pytest.mark.parametrize("part", [None, "1/1"])
+def test_a_conversion_without_a_sample_is_an_error(tmp_path: Path, deid: Deidentifier, part: str | None) -> None:
+    full = make_plan(tmp_path / "images", 4)
+    textless = [Record(dataclasses.replace(each.sample, sections={"caption": ""})) for each in full.records]
+    plan = dataclasses.replace(full, records=textless)
+    run = ShardRun(out=tmp_path / "out", workers=1, part=part)
+    for _ in range(2):  # a second run of the same command has nothing to convert, and no sample either
+        with raises(CorpusError, "empty", "out", names="no sample was written of 4 (4 no_text); to keep images"):
+            if part is None:
+                write_shards(plan, deid, run, OPTIONS)
+            else:
+                write_shards(plan, deid, run, OPTIONS)
+                merge_parts(tmp_path / "merged", [run.out])
+    assert not list(tmp_path.rglob("manifest.json"))
+    unreadable = make_plan(tmp_path / "others", 2, bad={0: b"x", 1: b"y"})
+    with raises(CorpusError, "empty", names="of 2 (2 unknown_format); remove"):
+        write_shards(unreadable, deid, ShardRun(out=tmp_path / "other", workers=1, max_skipped=2), OPTIONS)
 
 
 @pytest.mark.parametrize("stop_after", [0, 3, 5, 8, 11])

@@ -15,7 +15,7 @@ import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
-from helpers.errors import raises
+from helpers.errors import assert_skipped, raises
 from helpers.mimic_files import IMAGES, LABELS, textured, write_csv_gz
 
 from medvl.common.untrusted import ANYWHERE
@@ -349,13 +349,15 @@ def test_table_where_matches_booleans(tmp_path: Path, deid: Deidentifier, wanted
         ({"label": "maybe"}, ("malformed", "label")),
     ],
 )
-def test_table_invalid_row_raises(tmp_path: Path, deid: Deidentifier, change: dict, expected: tuple[str, ...]) -> None:
+def test_table_invalid_row_is_skipped(
+    tmp_path: Path, deid: Deidentifier, change: dict, expected: tuple[str, ...]
+) -> None:
     path = tmp_path / "rows.jsonl"
     row = {"image": "a.png", "patient": "p", "part": "train", "label": 1} | change
     path.write_text(json.dumps(row) + "\n")
     columns = TableColumns(image_column="image", patient_column="patient", split_column="part", label_column=("label",))
-    with raises(CorpusError, *expected, names="rows.jsonl, row 1"):
-        table.plan(path, columns, deid)
+    code, column = expected
+    assert_skipped(table.plan(path, columns, deid), f"cell_{code}", names=f"rows.jsonl, row 1: {column} ")
 
 
 def test_table_unreadable_file_raises(tmp_path: Path, deid: Deidentifier) -> None:
@@ -367,8 +369,8 @@ def test_table_unreadable_file_raises(tmp_path: Path, deid: Deidentifier) -> Non
     with raises(CorpusError, "unsupported"):
         table.plan(tmp_path / "rows.xlsx", COLUMNS, deid)
     (tmp_path / "bad.jsonl").write_text('{"image": 1\n')
-    with raises(CorpusError, "malformed"):
-        table.plan(tmp_path / "bad.jsonl", COLUMNS, deid)
+    plan = table.plan(tmp_path / "bad.jsonl", COLUMNS, deid)
+    assert_skipped(plan, "row_malformed", names="row 1: cannot be read as JSON")
     (tmp_path / "bad.parquet").write_bytes(b"PAR1 no PAR1")
     with raises(CorpusError, "malformed"):
         table.plan(tmp_path / "bad.parquet", COLUMNS, deid)

@@ -7,15 +7,19 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow.parquet
 import pytest
-from helpers.errors import raises
+from helpers.errors import assert_skipped, raises
 
+from medvl.data.convert.options import ShardRun
+from medvl.data.convert.pipeline import write_shards
 from medvl.data.corpora import table
 from medvl.data.corpora.common.tables import Plan
 from medvl.data.corpora.table import TableColumns
+from medvl.data.images.codecs import encode_png
 from medvl.data.privacy.deidentify import Deidentifier
-from medvl.errors import ConfigError, CorpusError, SplitError
+from medvl.errors import BudgetError, ConfigError, CorpusError, SplitError
 from medvl.schema import Sample
 
 COLUMNS = TableColumns(image_column="image", patient_column="patient", text_column=("text",), label_column=("edema",))
@@ -72,9 +76,12 @@ def test_repeated_column_is_refused_by_name(tmp_path: Path, deid: Deidentifier) 
     assert len(table.plan(unread, COLUMNS, deid).records) == 1
 
 
+def plan_rows(folder: Path, deid: Deidentifier, rows: str, columns: TableColumns = COLUMNS) -> Plan:
+    return table.plan(write(folder, "image,patient,text,edema,split\n" + rows), columns, deid)
+
+
 def samples(folder: Path, deid: Deidentifier, rows: str, columns: TableColumns = COLUMNS) -> list[Sample]:
-    path = write(folder, "image,patient,text,edema,split\n" + rows)
-    return [record.sample for record in table.plan(path, columns, deid).records]
+    return [record.sample for record in plan_rows(folder, deid, rows, columns).records]
 
 
 @pytest.mark.parametrize(
@@ -90,24 +97,43 @@ def test_label_cells_of_other_programs_are_read(
 
 
 def test_missing_patients_and_categories_are_not_words(tmp_path: Path, deid: Deidentifier) -> None:
-    with raises(CorpusError, "missing", "patient"):
-        samples(tmp_path, deid, "a.png,nan,Clear.,1,\n")
+    assert_skipped(plan_rows(tmp_path, deid, "a.png,nan,Clear.,1,\n"), "cell_missing", names="patient is empty")
     columns = TableColumns(image_column="image", patient_column="patient", category_column=("edema",))
     plan = table.plan(write(tmp_path, "image,patient,edema\na.png,p,yes\nb.png,q,NaN\n"), columns, deid)
     assert plan.label_names == ("edema=yes",)
 
 
-def test_all_invalid_cells_are_named_at_once_without_their_values(tmp_path: Path, deid: Deidentifier) -> None:
-    rows = "a.png,p,,SECRET,\nb.png,p,,1,\nc.png,,,1,\nd.png,p,,2,\n"
-    with raises(CorpusError, "malformed", "edema", names="rows.csv, row 1: edema") as caught:
-        samples(tmp_path, deid, rows)
-    assert all(part in str(caught.value) for part in ("row 3: patient is empty", "row 4: edema"))
-    assert "row 2" not in str(caught.value)
-    assert "SECRET" not in str(caught.value)
-    with raises(
-        CorpusError, "malformed", names="row 10: edema must be 1, 0, -1, true, false or empty; and 5 more rows"
-    ):
-        samples(tmp_path, deid, "".join(f"{number}.png,p,,x,\n" for number in range(15)))
+def test_invalid_cells_are_skipped_and_named_without_their_values(tmp_path: Path, deid: Deidentifier) -> None:
+    plan = plan_rows(tmp_path, deid, "a.png,p,,SECRET,\nb.png,p,,1,\nc.png,,,1,\nd.png,p,,2,\n")
+    messages = assert_skipped(plan, "cell_malformed", "cell_missing", "cell_malformed", names="rows.csv, row 1: edema")
+    assert [record.sample.image.name for record in plan.records if record.sample.image] == ["b.png"]
+    assert all(part in messages for part in ("rows.csv, row 3: patient is empty", "rows.csv, row 4: edema"))
+    assert "row 2" not in messages
+    assert "SECRET" not in messages
+    many = plan_rows(tmp_path, deid, "".join(f"{number}.png,p,,x,\n" for number in range(15)))
+    assert many.rows.describe_skipped().endswith("row 10: edema must be 1, 0, -1, true, false or empty; and 5 more")
+
+
+def test_invalid_rows_count_towards_the_budget_and_are_listed(tmp_path: Path, deid: Deidentifier) -> None:
+    rows = "image,patient,text\na.png,p,Clear.\nb.png,q\nc.png,r,Edema.\n,s,Nodule.\n"
+    columns = TableColumns(image_column="image", patient_column="patient", text_column=("text",), tags_column=("text",))
+    plan = table.plan(write(tmp_path, rows), columns, deid, fractions={"train": 1.0})
+    assert_skipped(plan, "row_malformed", "cell_missing", names="rows.csv, row 4: image is empty")
+    assert plan.label_names == ("Clear.", "Edema.", "Nodule.")
+    for name in "ac":
+        (tmp_path / f"{name}.png").write_bytes(encode_png(np.full((32, 32), 99, np.uint8)))
+    run = ShardRun(out=tmp_path / "out", workers=1, max_skipped=1)
+    with raises(BudgetError, "budget", "max_skipped", names="line 3: expected 3 fields") as caught:
+        write_shards(plan, deid, run)
+    assert "2 of 4 images cannot be used (1 cell_missing, 1 row_malformed), over the budget of 1" in str(caught.value)
+    assert not run.out.exists()
+    manifest = write_shards(plan, deid, dataclasses.replace(run, max_skipped=2))["train"]
+    assert manifest.samples == 2
+    assert manifest.rows == {
+        "unit": "images", "read": 4, "kept": 2, "skipped": {"cell_missing": 1, "row_malformed": 1}
+    }  # fmt: skip
+    listed = [json.loads(line) for line in (tmp_path / "out-private/skipped.jsonl").read_text().splitlines()]
+    assert [(row["reason"], row["message"]) for row in listed] == plan.rows.messages
 
 
 SPLIT_COLUMNS = dataclasses.replace(COLUMNS, split_column="split")
@@ -160,8 +186,8 @@ def test_a_quote_that_is_not_closed_joins_no_rows(tmp_path: Path, deid: Deidenti
 
 
 def test_a_missing_split_is_not_a_split(tmp_path: Path, deid: Deidentifier) -> None:
-    with raises(CorpusError, "malformed", "split", names="row 2"):
-        samples(tmp_path, deid, "a.png,p,,1,train\nb.png,q,,1,nan\n", SPLIT_COLUMNS)
+    plan = plan_rows(tmp_path, deid, "a.png,p,,1,train\nb.png,q,,1,nan\n", SPLIT_COLUMNS)
+    assert_skipped(plan, "cell_malformed", names="row 2: split must be")
 
 
 def plan_json(folder: Path, deid: Deidentifier, *rows: dict[str, object], **columns: Any) -> Plan:
@@ -178,18 +204,17 @@ def test_whole_numbers_are_the_same_id_in_every_form(tmp_path: Path, deid: Deide
 
 
 @pytest.mark.parametrize("cell", ["2.16840113668637E+38", 2.16840113668637e38])
-def test_rounded_ids_are_refused(tmp_path: Path, deid: Deidentifier, cell: object) -> None:
-    with raises(CorpusError, "malformed", "patient") as caught:
-        plan_json(tmp_path, deid, {"patient": cell})
-    assert "2.168" not in str(caught.value)
-    with raises(CorpusError, "malformed", "study"):
-        plan_json(tmp_path, deid, {"patient": "p", "study": cell}, study_column="study")
+def test_rounded_ids_are_skipped(tmp_path: Path, deid: Deidentifier, cell: object) -> None:
+    plan = plan_json(tmp_path, deid, {"patient": cell})
+    assert "2.168" not in assert_skipped(plan, "cell_malformed", names="patient has a number")
+    plan = plan_json(tmp_path, deid, {"patient": "p", "study": cell}, study_column="study")
+    assert_skipped(plan, "cell_malformed", names="study has a number")
 
 
 @pytest.mark.parametrize("column", ["text", "patient", "image"])
 def test_a_list_is_not_a_text(tmp_path: Path, deid: Deidentifier, column: str) -> None:
-    with raises(CorpusError, "malformed", column, names="row 1"):
-        plan_json(tmp_path, deid, {"patient": "p", "text": "Clear.", column: ["Clear."]}, text_column=("text",))
+    plan = plan_json(tmp_path, deid, {"patient": "p", "text": "Clear.", column: ["Clear."]}, text_column=("text",))
+    assert_skipped(plan, "cell_malformed", names=f"row 1: {column} must be")
 
 
 def test_lists_of_tags_are_read_in_json_and_with_bars_only(tmp_path: Path, deid: Deidentifier) -> None:
@@ -197,13 +222,14 @@ def test_lists_of_tags_are_read_in_json_and_with_bars_only(tmp_path: Path, deid:
     path = write(tmp_path, 'image,patient,tags\na.png,p,"[""mass"", ""nodule""]"\nb.png,q,mass|edema\nc.png,r,nan\n')
     assert table.plan(path, columns, deid).label_names == ("edema", "mass", "nodule")
     path = write(tmp_path, "image,patient,tags\na.png,p,mass\nb.png,q,\"['mass', 'nodule']\"\n")
-    with raises(CorpusError, "malformed", "tags", names="row 2"):
-        table.plan(path, columns, deid)
+    plan = table.plan(path, columns, deid)
+    assert plan.label_names == ("mass",)
+    assert_skipped(plan, "cell_malformed", names="row 2: tags must be")
 
 
 def test_a_missing_field_of_json_lines_is_named_by_row(tmp_path: Path, deid: Deidentifier) -> None:
-    with raises(CorpusError, "missing", "text", names="rows.jsonl, row 2"):
-        plan_json(tmp_path, deid, {"patient": "p", "text": "Clear."}, {"patient": "q"}, text_column=("text",))
+    plan = plan_json(tmp_path, deid, {"patient": "p", "text": "Clear."}, {"patient": "q"}, text_column=("text",))
+    assert_skipped(plan, "cell_missing", names="rows.jsonl, row 2 lacks the column text")
 
 
 def test_unknown_sexes_and_ages_are_counted(tmp_path: Path, deid: Deidentifier) -> None:

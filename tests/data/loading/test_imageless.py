@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.errors import raises
+from helpers.errors import assert_skipped, raises
 from helpers.mimic_files import textured
 from helpers.shard_plans import OPTIONS
 
@@ -24,7 +24,7 @@ from medvl.data.shards.verify import verify_folder
 from medvl.data.tokenizer.tokenizer import train_wordpiece
 from medvl.data.transforms.image import ConVIRTAugmentation, EvalTransform
 from medvl.data.transforms.text import WholeText
-from medvl.errors import ConfigError, CorpusError, ImageError, ShardError
+from medvl.errors import ConfigError, ImageError, ShardError
 from medvl.schema import Inputs
 
 ROWS = 8
@@ -69,9 +69,10 @@ def open_it(source: Any, **changes: Any) -> Loader:
     return open_loader(source, tokenizer=TOKENIZER, **settings)
 
 
-def test_empty_image_cells_are_refused_unless_asked_for(tmp_path: Path, deid: Deidentifier) -> None:
-    with raises(CorpusError, "missing", "image"):
-        table.plan(write_table(tmp_path), COLUMNS, deid)
+def test_empty_image_cells_are_skipped_unless_asked_for(tmp_path: Path, deid: Deidentifier) -> None:
+    plan = table.plan(write_table(tmp_path), COLUMNS, deid)
+    assert plan.rows.skipped
+    assert_skipped(plan, *["cell_missing"] * plan.rows.skipped.total(), names="image is empty")
     with raises(ConfigError, "missing", "image_column"):
         table.plan(tmp_path / "rows.csv", TableColumns(patient_column="patient"), deid)
 

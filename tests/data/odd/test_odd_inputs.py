@@ -219,6 +219,35 @@ def test_tables_of_spreadsheets_are_read(case: str, tmp_path: Path, capsys: pyte
     assert values == odd_tables.VALUES
 
 
+def test_invalid_rows_are_printed_and_counted_and_no_sample_is_an_error(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [{"patient": n, "text": "Clear." if n % 4 else "None", "age": 40, "effusion": n % 2} for n in range(200)]
+    rows[7]["effusion"] = rows[9]["effusion"] = "SECRET"
+    table = write_table(tmp_path / "rows.csv", rows)
+    command = ["shards", "table", "--table", table, "--patient-column", "patient", "--text-column", "text"]
+    command += ["--label-column", "effusion", "--splits", "train=1", "--workers", 1, "--out", tmp_path / "out"]
+    done = medvl(capsys, *command)
+    assert done.status == 0, done.err
+    assert "table: read 200 rows: kept 198, left out 2 (2 cell_malformed)" in done.out
+    assert f"skipped rows: {table}, row 8: effusion must be 1, 0" in done.out
+    assert f"{table}, row 10: effusion must be" in done.out
+    assert "train: 148 samples of 148 patients, 50 no_text" in done.out
+    assert medvl(capsys, *command).out == done.out  # resumed, complete
+    assert "left out 2 (2 cell_malformed)" in medvl(capsys, "verify", tmp_path / "out").out
+    rows[11]["effusion"] = "SECRET"
+    write_table(table, rows)
+    refused = medvl(capsys, *command[:-1], tmp_path / "over")
+    assert refused.status == 1
+    assert "3 of 200 rows cannot be used (3 cell_malformed), over the budget of 2" in refused.err
+    assert f"{table}, row 12: effusion must be" in refused.err
+    assert "SECRET" not in done.out + refused.err
+    write_table(table, rows[::4])
+    empty = medvl(capsys, *command[:-1], tmp_path / "empty")
+    assert (empty.status, empty.out) == (1, "")
+    assert "no sample was written of 50 (50 no_text)" in empty.err
+
+
 @pytest.mark.parametrize("case", odd_tables.REFUSED)
 def test_tables_that_cannot_be_read_are_refused(case: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     content, message = odd_tables.REFUSED[case]

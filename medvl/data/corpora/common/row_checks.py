@@ -1,4 +1,4 @@
-"""Checks over all rows of a table, whose messages name rows: invalid cells, repeated images, shared patients."""
+"""Checks over all rows of a table, whose messages name rows: repeated images and shared patients."""
 
 from array import array
 from collections.abc import Iterable
@@ -11,8 +11,6 @@ from medvl.errors import CorpusError, SplitError
 from medvl.schema import Sample
 
 _SHOWN = 10
-_MAX_INVALID = 100_000
-"""Invalid rows after which the rest of the table is not read."""
 
 
 class RowChecks:
@@ -22,16 +20,6 @@ class RowChecks:
         self._table = table
         self._rows, self._images, self._patients, self._splits = array("q"), array("Q"), array("Q"), array("i")
         self._split_numbers: dict[str, int] = {}
-        self._invalid: list[CorpusError] = []
-        self._invalid_count = 0
-
-    def add_invalid(self, error: CorpusError) -> None:
-        """Add a row that cannot be read; the message of `error` begins with `row N: `. Raises it after very many."""
-        self._invalid_count += 1
-        if self._invalid_count <= _SHOWN:
-            self._invalid.append(error)
-        if self._invalid_count == _MAX_INVALID:
-            self.finish()
 
     def add(self, row: int, sample: Sample) -> None:
         """Add the sample of a row."""
@@ -41,11 +29,7 @@ class RowChecks:
         self._splits.append(self._split_numbers.setdefault(sample.split, len(self._split_numbers)))
 
     def finish(self) -> None:
-        """Raise CorpusError for invalid rows and for images in two rows, SplitError for patients in two splits."""
-        if self._invalid:
-            first = self._invalid[0]
-            listed = _listed(map(str, self._invalid), self._invalid_count, "row")
-            raise CorpusError(f"{self._table}, {listed}", first.code, field=first.field)
+        """Raise CorpusError for images in two rows, SplitError for patients in two splits."""
         if not self._rows:
             return
         row_N, split_N = np.frombuffer(self._rows, np.int64), np.frombuffer(self._splits, np.intc)

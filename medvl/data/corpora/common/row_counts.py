@@ -9,6 +9,9 @@ T = TypeVar("T")
 
 IMAGES = "images"
 """Unit of a corpus that lists one image in each row."""
+MAX_MESSAGES = 10_000
+"""Messages that are kept; further rows are counted only."""
+_SHOWN = 10
 
 
 @dataclasses.dataclass(slots=True)
@@ -26,6 +29,8 @@ class RowCounts:
     """Rows left out by an option or a published rule, by reason. No budget limits them."""
     skipped: Counter[str] = dataclasses.field(default_factory=Counter)
     """Rows left out because they cannot be used, by reason. `--max-skipped` limits them."""
+    messages: list[tuple[str, str]] = dataclasses.field(default_factory=list, compare=False)
+    """Reason and message of skipped rows, where a message names file and row. Not stored in the manifest."""
 
     def reading(self, rows: Iterable[T]) -> Iterator[T]:
         """Yield the rows, and count them as read."""
@@ -37,9 +42,17 @@ class RowCounts:
         """Count rows as left out by an option or a rule."""
         self.excluded[reason] += rows
 
-    def skip(self, reason: str, rows: int = 1) -> None:
-        """Count rows as left out because they cannot be used."""
+    def skip(self, reason: str, rows: int = 1, *, message: str = "") -> None:
+        """Count rows as left out because they cannot be used; a message names file, row and problem."""
         self.skipped[reason] += rows
+        if message and len(self.messages) < MAX_MESSAGES:
+            self.messages.append((reason, message))
+
+    def describe_skipped(self) -> str:
+        """Return the messages of the first skipped rows and the number of the others; "" without messages."""
+        shown = [message for _, message in self.messages[:_SHOWN]]
+        more = self.skipped.total() - len(shown)
+        return "; ".join([*shown, f"and {more} more"] if shown and more else shown)
 
     def excluding(self, excluded: Counter[str]) -> "RowCounts":
         """Return the counts after rows that were kept are left out by a further rule."""

@@ -13,7 +13,7 @@ import zlib
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO, TextIO
+from typing import Any, BinaryIO, TextIO, TypeVar
 
 from medvl.common.untrusted import DuplicateKeyError, InputFolders, NonFiniteNumberError, parse_json
 from medvl.data.corpora.common.row_counts import IMAGES, RowCounts
@@ -24,6 +24,8 @@ from medvl.data.reports.sentences import join_texts
 from medvl.data.transforms.text import choose_sections
 from medvl.errors import ConfigError, CorpusError
 from medvl.schema import FINDINGS, Sample
+
+T = TypeVar("T")
 
 MAX_CELL_CHARACTERS = 1 << 17
 """Longest accepted cell of a CSV table; the longest report of MIMIC-CXR has under 10,000 characters."""
@@ -150,7 +152,24 @@ def read_table(path: Path, required: Iterable[str], folders: InputFolders) -> It
     header. Raises CorpusError as `read_lines`, or if it lacks a column or has it twice. No message quotes a cell; where
     the first line has none of the required columns, it may be a patient's row and is not quoted either.
     """
-    required, line = tuple(required), 1
+    return _raise_invalid(number_table_rows(path, required, folders))
+
+
+def _raise_invalid(rows: Iterable[tuple[int, T | CorpusError]]) -> Iterator[T]:
+    for _, row in rows:
+        if isinstance(row, CorpusError):
+            raise row
+        yield row
+
+
+def number_table_rows(
+    path: Path, required: Iterable[str], folders: InputFolders
+) -> Iterator[tuple[int, dict[str, str] | CorpusError]]:
+    """Yield (row number, counted from 1 without the header; row) as `read_table`.
+
+    In place of a row with another number of fields than the header, yields the error that `read_table` raises.
+    """
+    required, line, number = tuple(required), 1, 0
     lines = _RowLines(path, folders)
     try:
         first = next((text for text in lines if text.strip()), "")
@@ -171,12 +190,14 @@ def read_table(path: Path, required: Iterable[str], folders: InputFolders) -> It
             lines.size = 0
             if not fields:
                 continue
+            number += 1
             if len(fields) != len(columns) and (len(fields) < len(columns) or any(fields[len(columns) :])):
                 where = f"{path}, line {lines.number}"
                 expected = f"expected {len(columns)} fields as in the header, got {len(fields)}"
-                raise malformed(where, f"{expected}; quote texts with a separator or a line break")
+                yield number, malformed(where, f"{expected}; quote texts with a separator or a line break")
+            else:
+                yield number, dict(zip(columns, fields, strict=False))
             line = lines.number
-            yield dict(zip(columns, fields, strict=False))
     except csv.Error as error:
         if "field limit" in str(error):
             raise _too_large(str(path), f"a cell of {MAX_CELL_CHARACTERS}") from None
@@ -232,19 +253,35 @@ def read_json_lines(
 
     Raises CorpusError as `read_lines`, or when a line is not a JSON object or lacks a required field.
     """
-    for number, line in enumerate(read_lines(path, folders), start=1):
-        if not line.strip():
-            continue
-        try:
-            row = parse_json(line)
-        except ValueError as error:
-            ours = isinstance(error, DuplicateKeyError | NonFiniteNumberError)  # their messages quote no text
-            message = f"{path}, row {number}: cannot be read as JSON ({error if ours else type(error).__name__})"
-            raise CorpusError(message, "malformed") from error
-        if not isinstance(row, dict):
-            raise CorpusError(f"{path}, row {number}: expected a JSON object", "malformed")
-        check_columns(f"{path}, row {number}", list(row), required)
+    for number, row in number_json_lines(path, required, folders):
+        if isinstance(row, CorpusError):
+            raise row
         yield number, row
+
+
+def number_json_lines(
+    path: Path, required: Sequence[str], folders: InputFolders
+) -> Iterator[tuple[int, Mapping[str, Any] | CorpusError]]:
+    """Yield the lines as `read_json_lines`; in place of an invalid one, the error that `read_json_lines` raises."""
+    for number, line in enumerate(read_lines(path, folders), start=1):
+        if line.strip():
+            try:
+                yield number, _json_row(f"{path}, row {number}", line, required)
+            except CorpusError as error:
+                yield number, error
+
+
+def _json_row(where: str, line: str, required: Sequence[str]) -> Mapping[str, Any]:
+    try:
+        row = parse_json(line)
+    except ValueError as error:
+        ours = isinstance(error, DuplicateKeyError | NonFiniteNumberError)  # their messages quote no text
+        message = f"{where}: cannot be read as JSON ({error if ours else type(error).__name__})"
+        raise CorpusError(message, "malformed") from error
+    if not isinstance(row, dict):
+        raise CorpusError(f"{where}: expected a JSON object", "malformed")
+    check_columns(where, list(row), required)
+    return row
 
 
 def read_lines(path: Path, folders: InputFolders) -> Iterator[str]:
