@@ -3,7 +3,6 @@
     python scripts/benchmark_gpu.py --list                    # the lines with their targets
     python scripts/benchmark_gpu.py --out gpu                 # measure; the tables are in gpu/table.md
     python scripts/benchmark_gpu.py --out gpu --tests         # the tests marked gpu
-    python scripts/benchmark_gpu.py --out gpu --write         # put the tables of gpu/ into PERFORMANCE.md
     python scripts/benchmark_gpu.py --out dry --dry-run       # tiny sizes on a CPU: does every line work?
 
 A call ends within `--minutes`. Every finished line is written to results.json of the folder at once, and the same
@@ -31,11 +30,9 @@ from gpu_lines.line import Line, SkipLine
 from gpu_lines.records import ROOT, Record, context_of, page, read_records, write_records
 from gpu_lines.registry import LINES, select, targets
 from gpu_lines.timing import ceiling_tflops, describe, release
-from results import replace
 
 from medvl.train.parallel.distributed import join, machine_settings  # internal: the settings of a training run
 
-DOCUMENT = ROOT / "PERFORMANCE.md"
 SIDE, TINY_SIDE = 8192, 64
 """Side of the matrices whose product gives the ceiling of MFU."""
 
@@ -54,16 +51,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         records = read_records(options.out, LINES, options.dry_run)
     except (ValueError, OSError) as error:
         raise SystemExit(f"error: {error}") from None
-    notes: dict[str, str] = {}
-    if not options.write:
-        notes = measure(lines, records, options)
+    notes = measure(lines, records, options)
     text = page([line for line in LINES if line in lines or line.name in records], records, notes)
     if outcomes := gpu_tests.read(options.out / gpu_tests.OUTCOMES):
         text += f"\n\n{gpu_tests.summarize(outcomes)}"
     (options.out / "table.md").write_text(text + "\n", encoding="utf-8")
     print(text)
-    if options.write:
-        DOCUMENT.write_text(replace(DOCUMENT.read_text(encoding="utf-8"), "gpu", text), encoding="utf-8")
     return int(any(record.error is not None for record in records.values()))
 
 
@@ -76,7 +69,6 @@ def _options() -> argparse.ArgumentParser:
     parser.add_argument("--dry-run", action="store_true", help="tiny sizes on the CPU, without compilation")
     parser.add_argument("--list", action="store_true", help="print the lines with their targets")
     parser.add_argument("--tests", action="store_true", help="run the tests marked gpu instead")
-    parser.add_argument("--write", action="store_true", help="only write the tables of --out to PERFORMANCE.md")
     return parser
 
 
