@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# Trains and evaluates what RESULTS.md and docs/pages/earlier-results.md report on the phantom, then writes their tables.
+# Trains and evaluates what RESULTS.md reports on the phantom, then prints the tables.
 # Parts can be named; without names all of them run, in about six hours on two CPU cores. Finished steps are not repeated.
 #
 #     bash scripts/reproduce_results.sh                      # all parts
-#     bash scripts/reproduce_results.sh zero-shot grounding  # these only; tables of other parts keep their last results
+#     bash scripts/reproduce_results.sh zero-shot grounding  # these only
 set -euo pipefail
 cd "$(dirname "$0")/.."
 all="zero-shot probe grounding chexzero dense vqa vqa-medvill reports pretraining generation \
@@ -98,7 +98,6 @@ if wanted generation-variants; then
 fi
 if wanted benchmark; then # prints what failed
     $bin/medvl benchmark phantom-quick --out quickstart/benchmark --jobs 2 || true
-    $bin/python scripts/results.py --benchmark quickstart/benchmark --write
 fi
 if wanted benchmark-options; then $bin/medvl benchmark phantom-options --out quickstart/benchmark-options || true; fi
-$bin/python scripts/results.py --write
+$bin/python scripts/results.py

@@ -1,14 +1,9 @@
-"""Tables of RESULTS.md and of the page of earlier results, from the `results.json` of `scripts/reproduce_results.sh`.
+"""Tables of the parts of `scripts/reproduce_results.sh`, from their `results.json`.
 
-    python scripts/results.py            # print the tables whose results exist
-    python scripts/results.py --write    # replace them where they stand; a table without results keeps what it has
-    python scripts/results.py --benchmark quickstart/benchmark --write    # those of `medvl benchmark --out`
-    python scripts/results.py --benchmark continued --prefix continued- --write    # those whose names begin so
-    python scripts/results.py --benchmark real --prefix real- --machine "one NVIDIA H100" --write    # made elsewhere
-    python scripts/results.py --write --commits 4deac0a 596b8e3    # of results that do not say theirs
+    python scripts/results.py            # print the tables of all finished parts, as Markdown
+    python scripts/results.py --folder quickstart
 
-Each table stands between two HTML comments, with the commit, the date and the machine of its results. RESULTS.md holds
-the tables of one commit, docs/pages/earlier-results.md those of others.
+`RESULTS.md` quotes a row of each. `medvl benchmark` writes its own tables.
 """
 
 import argparse
@@ -17,7 +12,6 @@ import datetime
 import math
 import platform
 import re
-import subprocess
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
@@ -25,7 +19,6 @@ from medvl.errors import EvaluationError
 from medvl.eval import MetricRow, Results, read_results
 
 ROOT = Path(__file__).parent.parent
-DOCUMENTS = (ROOT / "RESULTS.md", ROOT / "docs/pages/earlier-results.md")
 FINDINGS = ("Atelectasis", "Cardiomegaly", "Consolidation", "Edema", "Pleural Effusion")
 _MEAN = ("auroc", "macro_competition")
 _F1 = ("f1", "macro of five")
@@ -33,7 +26,7 @@ _F1 = ("f1", "macro of five")
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Table:
-    """A table of the documents: a column for each results folder, a row for each metric."""
+    """A table: a column for each results folder, a row for each metric."""
 
     name: str
     columns: Mapping[str, str]
@@ -164,50 +157,18 @@ TABLES = (
 
 
 def main() -> None:
-    """Print the tables, or write them into the documents."""
+    """Print the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--write", action="store_true", help="replace the tables in the documents")
     parser.add_argument("--folder", type=Path, default=ROOT / "quickstart", help="folder of the results")
-    parser.add_argument("--benchmark", type=Path, help="folder of `medvl benchmark`, whose tables are read instead")
-    parser.add_argument("--prefix", default="", help="first part of the names of the benchmark's tables there")
-    parser.add_argument("--commits", nargs="+", default=[], help="commits of results that do not say theirs")
-    parser.add_argument("--machine", default="", help="machine of the results, by default this one's processor")
-    options = parser.parse_args()
-    texts = {document: document.read_text(encoding="utf-8") for document in DOCUMENTS}
-    tables = own_tables(options.folder) if options.benchmark is None else benchmark_tables(options.benchmark)
-    for own_name, (lines, commits) in tables.items():
-        name = options.prefix + own_name
-        lines = f"{lines}\n\n{provenance(commits or options.commits, options.machine)}"
-        print(f"{name}\n{lines}\n")
-        texts = {document: replace(text, name, lines) for document, text in texts.items()}
-    if options.write:
-        for document, text in texts.items():
-            document.write_text(text, encoding="utf-8")
-
-
-def own_tables(folder: Path) -> dict[str, tuple[str, list[str]]]:
-    """Return the tables of `TABLES` that have results, and the commits of these, by name."""
-    found = {table: read_columns(table, folder) for table in TABLES}
-    return {
-        table.name: (render(table, columns), commits_of(columns.values()))
-        for table, columns in found.items()
-        if columns
-    }
-
-
-def benchmark_tables(folder: Path) -> dict[str, tuple[str, list[str]]]:
-    """Return the tables of a benchmark's first page and of its ranks ("rank-pointing-game"), without their captions,
-    and the commits of all evaluations, by name."""
-    paths = {path.stem: path for path in sorted((folder / "index_files").glob("*.md"))}
-    paths |= {f"rank-{path.stem}": path for path in sorted((folder / "ranks_files").glob("*.md"))}
-    texts = {name: path.read_text(encoding="utf-8") for name, path in paths.items()}
-    plain = {name: re.sub(r"\\([_\[\]])", r"\1", text) for name, text in texts.items()}  # without escapes, for search
-    commits = commits_of(map(read_results, folder.rglob("results.json")))
-    return {name: (text.partition("\n\n")[2].strip(), commits) for name, text in plain.items()}
+    folder = parser.parse_args().folder
+    for table in TABLES:
+        columns = read_columns(table, folder)
+        if columns:
+            print(f"{table.name}\n{render(table, columns)}\n\n{provenance(commits_of(columns.values()))}\n")
 
 
 def commits_of(results: Iterable[Results]) -> list[str]:
-    """Return the commits of evaluations, of those that say theirs."""
+    """Return the commits that evaluations have recorded."""
     return sorted({one.packages["medvl"].partition("+")[2] for one in results} - {""})
 
 
@@ -238,23 +199,12 @@ def cell(results: Results, metric: str, target: str, subgroup: str = "") -> str:
     return f"{row.value:.3f}" if math.isnan(row.low) else f"{row.value:.3f} [{row.low:.3f}, {row.high:.3f}]"
 
 
-def provenance(commits: Sequence[str] = (), machine: str = "") -> str:
-    """Return the commits of the evaluations, by default the current one, the date of this call, and the machine, by
-    default the processor of this one."""
-    if not commits:
-        command = ["git", "rev-parse", "--short", "HEAD"]
-        commits = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
+def provenance(commits: Sequence[str]) -> str:
+    """Return the commits of the evaluations, and the date and the processor of this call."""
     info = Path("/proc/cpuinfo")
     model = re.search(r"model name\s*: (.*)", info.read_text()) if info.is_file() else None
-    machine = machine or (model.group(1) if model else platform.processor())
-    title = "Commit" if len(commits) == 1 else "Commits"
-    return f"{title} {', '.join(commits)}, {datetime.date.today().isoformat()}, {machine}."
-
-
-def replace(text: str, name: str, lines: str) -> str:
-    """Return `text` with what stands between the comments of a table replaced."""
-    pattern = re.compile(rf"(<!-- table {name} -->\n).*?(<!-- end -->)", re.DOTALL)
-    return pattern.sub(lambda match: f"{match.group(1)}{lines}\n{match.group(2)}", text)
+    machine = model.group(1) if model else platform.processor()
+    return f"Commits {', '.join(commits) or 'unknown'}, {datetime.date.today().isoformat()}, {machine}."
 
 
 if __name__ == "__main__":

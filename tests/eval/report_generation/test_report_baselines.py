@@ -122,7 +122,7 @@ def test_the_command_evaluates_greedy_beam_and_consensus_against_the_truth(
     assert list(results.config["decodings"]) == ["greedy", "beam search", "consensus"]
     assert results.config["labels"] == "ground truth of the phantom"
     (table,) = (table for table in load_script("results").TABLES if table.name == "reports")
-    assert all(results.row(*row) for row in table.rows.values())  # RESULTS.md has a row of each
+    assert all(results.row(*row) for row in table.rows.values())  # scripts/results.py prints a row of each
     truth = {str(row["dicom_id"]): row for row in read_truth(corpus) if row["view"] != "LATERAL"}
     positives = sum(row["labels"]["Cardiomegaly"] for row in truth.values())
     assert results.row("f1", "Cardiomegaly", AGAINST_LABELS).n_positive == positives
