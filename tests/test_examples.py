@@ -16,7 +16,7 @@ from medvl.schema import Sample
 
 ROOT = Path(__file__).parent.parent
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
-PAGE = (ROOT / "docs/pages/guides/other-trainers.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs/pages/guides/training.md").read_text(encoding="utf-8")
 
 
 @pytest.fixture(scope="module")
