@@ -79,7 +79,8 @@ class TableColumns:
     sex_column: str | None = None
     age_column: str | None = None
     extra_column: tuple[str, ...] = ()
-    """Further columns, kept unchanged. They are not de-identified: name only what may be shared."""
+    """Further columns, kept unchanged. Likely identifiers in them are counted, not removed: name only what may be
+    shared."""
 
     def __post_init__(self) -> None:
         if self.image_column is None and not self.text_column:

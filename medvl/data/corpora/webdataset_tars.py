@@ -103,7 +103,7 @@ class _Reader:
     def _sample(self, tar: str, members: Mapping[str, Any]) -> Sample | None:
         identity = f"{self.name} {tar} {members['__key__']}"
         try:
-            text = self.fields.text_of(members)
+            text = self.fields.text_of(members, self.warnings)
             group = None if self.group is None else (member_value(members, self.group) or "").strip() or None
         except ValueError:
             self.rows.skip("text_unreadable")

@@ -6,6 +6,10 @@ All patterns have bounded repetitions, so that the time is linear in the length 
 """
 
 import re
+from collections.abc import Iterator, Mapping, Sequence
+
+CODES = frozenset({"cuis", "label_cuis", "localization_cuis", "masks", "prior", "generator"})
+"""Extra fields of the converters that hold no free text."""
 
 _MASK = re.compile(r"X{3,}|_{2,}")
 _BETWEEN = r"[\s\-–]{1,3}"
@@ -173,3 +177,22 @@ def find_identifiers(text: str) -> dict[str, int]:
         if count:
             counts[kind] = count
     return counts
+
+
+def free_texts(value: object) -> Iterator[str]:
+    """Yield the texts and whole numbers in the extra fields of a sample that may have identifiers.
+
+    Fields of medvl's own converters with codes (`CODES`) are left out: hashes, concept ids and masks look like numbers
+    of records.
+    """
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, int) and not isinstance(value, bool):
+        yield str(value)
+    elif isinstance(value, Mapping):
+        for name, part in value.items():
+            if name not in CODES:
+                yield from free_texts(part)
+    elif isinstance(value, Sequence):
+        for part in value:
+            yield from free_texts(part)

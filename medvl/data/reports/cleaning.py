@@ -2,6 +2,7 @@
 
 import html
 import re
+from collections import Counter
 
 _SPACES = dict.fromkeys((0xA0, 0x1680, *range(0x2000, 0x200B), 0x202F, 0x205F, 0x3000), " ")
 _INVISIBLE = dict.fromkeys((0xAD, 0x180E, *range(0x200B, 0x2010), *range(0x202A, 0x202F), 0x2060, 0xFEFF))
@@ -68,6 +69,20 @@ def clean_text(text: str) -> str:
     if "\\" in text:
         text = _ESCAPED.sub(lambda escape: "\t" if escape[0].endswith("t") else "\n", text)
     return _CONTROL.sub("", clean_spaces(text))
+
+
+def stored_text(text: str, warnings: Counter[str]) -> str:
+    """Return a report, a section or a caption as shards store it, cleaned as by `clean_text`.
+
+    "" for marks of no text (`None`, `--`) and for texts that only refer to another one ("See impression."); both are
+    counted, and so are texts with markup, entities, escapes or control characters.
+    """
+    cleaned = clean_text(text).strip()
+    if is_no_text(cleaned) or is_reference(cleaned):
+        warnings["missing_texts" if is_no_text(cleaned) else "texts_referring_elsewhere"] += bool(text.strip())
+        return ""
+    warnings["cleaned_texts"] += cleaned != clean_spaces(text).strip()
+    return cleaned
 
 
 def replace_entities(text: str) -> str:

@@ -15,6 +15,7 @@ from typing import Any, BinaryIO, Literal
 
 from medvl.common.checks import check_choice
 from medvl.common.untrusted import decode_text, parse_json
+from medvl.data.reports.cleaning import stored_text
 from medvl.data.storage.location import Location, RemotePath, is_address, locate
 from medvl.data.storage.store import map_threads
 from medvl.errors import ConfigError, ShardError
@@ -61,12 +62,12 @@ class TarFields:
         """Return the encoded image of a sample, None where it has none."""
         return next((members[name] for name in self.image.lower().split(";") if name in members), None)
 
-    def text_of(self, members: Mapping[str, Any]) -> str:
-        """Return the text of a sample, empty where it has none. Raises ValueError where it cannot be read."""
+    def text_of(self, members: Mapping[str, Any], warnings: Counter[str] | None = None) -> str:
+        """Return the text of a sample as `stored_text`, empty where it has none. Raises ValueError if it is damaged."""
         for name in self.text.split(";"):
-            value = member_value(members, name)
-            if value is not None and value.strip():
-                return value.strip()
+            text = stored_text(member_value(members, name) or "", Counter() if warnings is None else warnings)
+            if text:
+                return text
         return ""
 
     def suffixes(self, *others: str | None) -> set[str]:

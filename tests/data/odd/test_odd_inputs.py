@@ -46,6 +46,8 @@ from medvl.data import (
 from medvl.data.corpora.common.spreadsheet import read_sheet
 from medvl.data.shards.format import Manifest, split_folders
 from medvl.data.shards.source import ShardSource
+from medvl.data.storage.location import locate
+from medvl.data.storage.webdataset_tars import TarFields, read_tar
 from medvl.encoders import create_image_encoder
 from medvl.errors import CorpusError, EvaluationError, ImageError, MedvlError, WeightsError
 from medvl.eval import load_prompts, read_predictions
@@ -135,6 +137,26 @@ def test_tars_are_read(case: str, tmp_path: Path, capsys: pytest.CaptureFixture[
     verified = medvl(capsys, "verify", out)
     assert verified.status == 0
     assert printed in verified.out
+
+
+def test_captions_of_tars_are_cleaned_as_cells_of_tables(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    empty = (*odd_reports.NO_TEXT_CELLS, *odd_reports.POINTING_CELLS)
+    texts = dict.fromkeys(empty, "") | odd_reports.CLEANED_CELLS
+    members: list[tuple[str, bytes]] = []
+    for number, text in enumerate(texts):
+        caption = text.encode() if number % 2 else json.dumps({"caption": text}).encode()
+        members += [(f"{number:03d}.jpg", odd_tars.JPEG), (f"{number:03d}.{'txt' if number % 2 else 'json'}", caption)]
+    tar = odd_tars.write(tmp_path / "a.tar", members)
+    for sample, expected in zip(read_tar(locate(tar), TarFields()), texts.values(), strict=True):
+        assert TarFields().text_of(sample) == expected  # as training on the tar reads it
+    done = convert_tar(capsys, tar)
+    assert done.status == 0, done.err
+    stored = [ShardSource(folder) for folder in split_folders(tar.with_suffix(".shards"))]
+    kept = [source.sample(row).sections["caption"] for source in stored for row in range(len(source))]
+    assert sorted(kept) == sorted(filter(None, texts.values()))
+    counted = Counter({name: int(count) for count, name in re.findall(r"(\d+) (\w+_texts|texts_\w+)", done.out)})
+    assert counted["missing_texts"] + counted["texts_referring_elsewhere"] == len(list(filter(str.strip, empty)))
+    assert counted["cleaned_texts"] > 9
 
 
 @pytest.mark.parametrize("case", odd_tars.REFUSED)

@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from medvl.data.privacy.identifiers import find_identifiers
+from medvl.data.privacy.identifiers import CODES, find_identifiers, free_texts
 
 
 @pytest.mark.parametrize(
@@ -34,3 +34,9 @@ def test_the_time_is_linear(part: str) -> None:
         return time.process_time() - start
 
     assert seconds(100_000) < 25 * seconds(10_000) + 0.2
+
+
+def test_free_texts_of_extra_fields_are_the_words_and_numbers_without_codes() -> None:
+    extra = {"note": "a", "list": ["b", {"c": 12345678}], "flag": True, "score": 0.5, "nothing": None}
+    extra |= dict.fromkeys(CODES, "C0032285")
+    assert list(free_texts(extra)) == ["a", "b", "12345678"]

@@ -12,6 +12,7 @@ from typing import Literal, get_args
 
 from medvl.common.checks import check_choice
 from medvl.common.untrusted import InputFolders
+from medvl.data.corpora.common.cells import report_text
 from medvl.data.corpora.common.figures import SplitRule, apply_split_rule
 from medvl.data.corpora.common.record_file import Records
 from medvl.data.corpora.common.row_counts import RowCounts
@@ -152,7 +153,7 @@ def _images(
     texts: dict[str, str] = {}
     for table in folder.tables:
         for row in read_sheet(table, ("Image", "Description"), allowed):
-            text = " ".join(row["Description"].split())
+            text = " ".join(report_text(row["Description"], warnings).split())
             repeated = texts.setdefault(_stem(row["Image"]), text)
             warnings["second_text_ignored"] += repeated != text
     split_of = {

@@ -5,7 +5,7 @@ import re
 from collections import Counter
 
 from medvl.common.untrusted import parse_json
-from medvl.data.reports.cleaning import clean_spaces, clean_text, is_no_text, is_reference
+from medvl.data.reports.cleaning import stored_text
 
 _MISSING = {"nan", "NaN", "NA", "<NA>", "N/A", "n/a", "#N/A", "null", "NULL"}
 """Cells that pandas, R and spreadsheets write for a missing value."""
@@ -30,18 +30,8 @@ def cell_text(value: object) -> str:
 
 
 def report_text(value: object, warnings: Counter[str]) -> str:
-    """Return the text of a cell with a report, a section or a caption, without the traces of its export.
-
-    "" for marks of a missing value (also `None` and `--`), and for texts that only refer to another one ("See
-    impression."); both are counted, and so are texts with markup, entities, escapes or control characters.
-    """
-    raw = raw_text(value)
-    text = clean_text(raw).strip()
-    if is_no_text(text) or is_reference(text):
-        warnings["missing_texts" if is_no_text(text) else "texts_referring_elsewhere"] += bool(raw)
-        return ""
-    warnings["cleaned_texts"] += text != clean_spaces(raw).strip()
-    return text
+    """Return the text of a cell with a report, a section or a caption, as `stored_text`."""
+    return stored_text(raw_text(value), warnings)
 
 
 def cell_id(value: object) -> str:

@@ -8,7 +8,7 @@ from typing import Any, Literal, get_args
 from medvl.common.checks import check_choice
 from medvl.data.corpora.common.record_file import Records
 from medvl.data.corpora.common.tables import Plan, Record
-from medvl.data.reports.cleaning import replace_entities
+from medvl.data.reports.cleaning import clean_text
 from medvl.data.splits import DEFAULT_FRACTIONS, hash_split
 from medvl.errors import CorpusError, SplitError
 
@@ -21,7 +21,7 @@ SplitRule = Literal["official", "repaired", "by-article"]
 def figure_sections(caption: str | None, references: Iterable[str] | None, warnings: Counter[str]) -> dict[str, str]:
     """Return the texts of a figure: `caption`, then `reference-1`, `reference-2`, ... in the order of the article.
 
-    Entities of HTML are replaced (`&lt;`), and white space is collapsed. Blank texts, short texts and repeats are left
+    Texts are cleaned as by `clean_text`, and white space is collapsed. Blank texts, short texts and repeats are left
     out and counted in `warnings`; the remaining references are numbered without gaps.
     """
     sections: dict[str, str] = {}
@@ -46,7 +46,7 @@ def figure_sections(caption: str | None, references: Iterable[str] | None, warni
 
 
 def _clean(text: str) -> str:
-    return " ".join(replace_entities(text).split())
+    return " ".join(clean_text(text).split())
 
 
 def read_references(row: Mapping[str, Any], field: str, where: str) -> list[str]:

@@ -18,7 +18,7 @@ from typing import Any, BinaryIO, TextIO, TypeVar
 from medvl.common.untrusted import DuplicateKeyError, InputFolders, NonFiniteNumberError, parse_json
 from medvl.data.corpora.common.row_counts import IMAGES, RowCounts
 from medvl.data.privacy.deidentify import is_identifying_header
-from medvl.data.privacy.identifiers import find_identifiers
+from medvl.data.privacy.identifiers import find_identifiers, free_texts
 from medvl.data.reports.sections import Report, read_report
 from medvl.data.reports.sentences import join_texts
 from medvl.data.transforms.text import choose_sections
@@ -109,13 +109,16 @@ class Plan:
 
 
 def read_record(record: Record, warnings: Counter[str], folders: InputFolders) -> Sample:
-    """Return a record's sample with its report read, and count text warnings. Raises as `read_report` does."""
+    """Return a record's sample with its report read, and count text warnings. Raises as `read_report` does.
+
+    Likely identifiers are counted in the sections and in the free texts of the extra fields, and not removed.
+    """
     sample = record.sample
     if record.report is not None:
         report = read_report(record.report, folders=folders)
         sample = dataclasses.replace(sample, sections=report_sections(report, warnings))
     warnings["no_description"] += any(sample.sections.values()) and not choose_sections(sample.sections, ())
-    for text in sample.sections.values():
+    for text in (*sample.sections.values(), *free_texts(sample.extra)):
         for kind in find_identifiers(text):
             warnings[f"possible_{kind}"] += 1
     return sample
