@@ -4,6 +4,7 @@
 
 import contextlib
 import dataclasses
+import itertools
 import os
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
@@ -36,6 +37,7 @@ from medvl.data.corpora.common.tables import (
     report_sections,
 )
 from medvl.data.privacy.deidentify import Deidentifier, cap_age
+from medvl.data.privacy.identifiers import CODES, find_identifiers, free_texts
 from medvl.data.reports.headings import column_section
 from medvl.data.reports.sections import parse_report
 from medvl.data.reports.sentences import join_texts
@@ -221,8 +223,15 @@ class _RowReader:
             view=(cell_text(row[columns.view_column]) or None) if columns.view_column else None,
             sex=self._sex(row),
             age=self._age(row),
-            extra={column: json_value(row[column]) for column in columns.extra_column if raw_text(row[column])},
+            extra=self._extra(row),
         )
+
+    def _extra(self, row: Mapping[str, Any]) -> dict[str, object]:
+        extra = {column: json_value(row[column]) for column in self.columns.extra_column if raw_text(row[column])}
+        for column in CODES & extra.keys():  # own columns with these names hold no codes of a converter
+            for kind in itertools.chain.from_iterable(map(find_identifiers, free_texts(extra[column]))):
+                self.warnings[f"possible_{kind}"] += 1
+        return extra
 
     def _malformed(self, number: int, column: str, message: str) -> CorpusError:
         return malformed(f"{self.table}, row {number}", f"{column} {message}", column)

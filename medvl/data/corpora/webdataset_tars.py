@@ -17,6 +17,7 @@ from medvl.data.corpora.common.record_file import Records
 from medvl.data.corpora.common.row_counts import RowCounts, listed
 from medvl.data.corpora.common.tables import Plan, Record
 from medvl.data.privacy.deidentify import Deidentifier
+from medvl.data.reports.cleaning import first_text
 from medvl.data.splits import DEFAULT_FRACTIONS, check_fractions, check_name, hash_split
 from medvl.data.storage.location import Location
 from medvl.data.storage.webdataset_tars import TarCounts, TarFields, describe_tars, expand_tars, member_value, read_tar
@@ -103,7 +104,7 @@ class _Reader:
     def _sample(self, tar: str, members: Mapping[str, Any]) -> Sample | None:
         identity = f"{self.name} {tar} {members['__key__']}"
         try:
-            text = self.fields.text_of(members, self.warnings)
+            text = first_text(self.fields.texts_of(members), self.warnings)
             group = None if self.group is None else (member_value(members, self.group) or "").strip() or None
         except ValueError:
             self.rows.skip("text_unreadable")

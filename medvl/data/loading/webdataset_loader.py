@@ -25,6 +25,7 @@ from medvl.data.loading.loader import check_identity
 from medvl.data.loading.skipped import SkipBudget, SkippedSample
 from medvl.data.loading.worker_errors import TIMEOUT, with_worker_errors
 from medvl.data.loading.worker_setup import init_worker
+from medvl.data.reports.cleaning import first_text
 from medvl.data.storage.location import Location
 from medvl.data.storage.webdataset_tars import TarFields, check_tars, describe_tars, expand_tars, read_tar
 from medvl.data.transforms.image import ImageTransform
@@ -114,7 +115,7 @@ class _BatchStream(IterableDataset[Result]):
         name = f"{members['__tar__']} {members['__key__']}".encode(errors="surrogateescape")
         key = hashlib.sha256(name).hexdigest()[:32]
         try:
-            text = self.fields.text_of(members)
+            text = first_text(self.fields.texts_of(members), Counter())
         except ValueError:
             return SkippedSample(key, "sample_unreadable")
         sections = {SECTION: text} if text else {}

@@ -8,7 +8,7 @@ All patterns have bounded repetitions, so that the time is linear in the length 
 import re
 from collections.abc import Iterator, Mapping, Sequence
 
-CODES = frozenset({"cuis", "label_cuis", "localization_cuis", "masks", "prior", "generator"})
+CODES = frozenset({"cuis", "label_cuis", "localization_cuis", "masks", "prior", "generator", "kind"})
 """Extra fields of the converters that hold no free text."""
 
 _MASK = re.compile(r"X{3,}|_{2,}")

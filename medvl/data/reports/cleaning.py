@@ -3,6 +3,7 @@
 import html
 import re
 from collections import Counter
+from collections.abc import Iterable
 
 _SPACES = dict.fromkeys((0xA0, 0x1680, *range(0x2000, 0x200B), 0x202F, 0x205F, 0x3000), " ")
 _INVISIBLE = dict.fromkeys((0xAD, 0x180E, *range(0x200B, 0x2010), *range(0x202A, 0x202F), 0x2060, 0xFEFF))
@@ -83,6 +84,11 @@ def stored_text(text: str, warnings: Counter[str]) -> str:
         return ""
     warnings["cleaned_texts"] += cleaned != clean_spaces(text).strip()
     return cleaned
+
+
+def first_text(texts: Iterable[str], warnings: Counter[str]) -> str:
+    """Return the first text that is one, as `stored_text`; "" where there is none."""
+    return next(filter(None, (stored_text(text, warnings) for text in texts)), "")
 
 
 def replace_entities(text: str) -> str:

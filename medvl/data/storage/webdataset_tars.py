@@ -15,7 +15,6 @@ from typing import Any, BinaryIO, Literal
 
 from medvl.common.checks import check_choice
 from medvl.common.untrusted import decode_text, parse_json
-from medvl.data.reports.cleaning import stored_text
 from medvl.data.storage.location import Location, RemotePath, is_address, locate
 from medvl.data.storage.store import map_threads
 from medvl.errors import ConfigError, ShardError
@@ -62,13 +61,12 @@ class TarFields:
         """Return the encoded image of a sample, None where it has none."""
         return next((members[name] for name in self.image.lower().split(";") if name in members), None)
 
-    def text_of(self, members: Mapping[str, Any], warnings: Counter[str] | None = None) -> str:
-        """Return the text of a sample as `stored_text`, empty where it has none. Raises ValueError if it is damaged."""
+    def texts_of(self, members: Mapping[str, Any]) -> Iterator[str]:
+        """Yield the texts of a sample in order of preference. Raises ValueError at one that cannot be read."""
         for name in self.text.split(";"):
-            text = stored_text(member_value(members, name) or "", Counter() if warnings is None else warnings)
-            if text:
-                return text
-        return ""
+            value = member_value(members, name)
+            if value is not None:
+                yield value
 
     def suffixes(self, *others: str | None) -> set[str]:
         """Return the suffixes of the members to read; `others` are further members or fields."""

@@ -54,19 +54,21 @@ def test_warnings_are_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]
 
 
 def test_identifiers_in_extra_columns_are_counted_and_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = command(tmp_path, "--extra-column", "note", "codes", "score", "--splits", "train=1")
+    arguments = command(tmp_path, "--extra-column", "note", "codes", "score", "prior", "--splits", "train=1")
     table = tmp_path / "rows.jsonl"
     rows = [json.loads(line) for line in table.read_text().splitlines()]
     rows[0] |= {"note": "Read by Mr. Smith on 03/14/2015", "codes": 12345678}
     rows[1] |= {"note": "clear", "codes": [{"seen": "14-Mar-2015"}]}
     rows[2] |= {"note": None, "codes": 7, "score": 0.123456789}
-    rows[3] |= {"score": True}
-    table.write_text("".join(json.dumps({"note": "", "codes": "", "score": ""} | row) + "\n" for row in rows))
+    rows[3] |= {"score": True, "prior": "CT on 03/14/2015"}
+    table.write_text(
+        "".join(json.dumps({"note": "", "codes": "", "score": "", "prior": ""} | row) + "\n" for row in rows)
+    )
     cli.main(arguments)
     out = capsys.readouterr().out
-    assert "warnings: 2 possible_date, 1 possible_name, 1 possible_number\n" in out
+    assert "warnings: 3 possible_date, 1 possible_name, 1 possible_number\n" in out
     assert "may name a person" in out
-    assert Manifest.read(tmp_path / "out/train").warnings["possible_date"] == 2
+    assert Manifest.read(tmp_path / "out/train").warnings["possible_date"] == 3
     notes = [ShardSource(tmp_path / "out/train").sample(row).extra.get("note") for row in range(4)]
     assert "Read by Mr. Smith on 03/14/2015" in notes
 
