@@ -70,9 +70,9 @@ def test_torchvision_pooled_vector_is_the_classifier_input(name: str) -> None:
     classifier_inputs: list[Tensor] = []
     linear.register_forward_pre_hook(lambda module, inputs: classifier_inputs.append(inputs[0]))
     encoder = make_encoder(f"torchvision:{name}")
-    encoder.backbone.load_state_dict(
-        {key: tensor for key, tensor in reference.state_dict().items() if key in encoder.backbone.state_dict()}
-    )
+    own = encoder.backbone.state_dict()
+    published = reference.state_dict()
+    encoder.backbone.load_state_dict({key: tensor for key, tensor in published.items() if key in own})
     image_BCHW = image()
     reference(image_BCHW)
     features = encoder(image_BCHW)

@@ -9,6 +9,7 @@ Shape letters are those of `medvl.schema`; K is the number of patches that are k
 import bisect
 import contextlib
 import dataclasses
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -86,7 +87,6 @@ class ImageEncoder(Encoder):
         self._pool = options.pool
         self._level = options.patch_level
         self._stretch = options.stretch
-        self._measured: dict[Size, _Measured] = {}
         self._range_checked = False
         self.in_channels = options.in_channels
         self.image_size = options.image_size or vision.image_size
@@ -96,6 +96,7 @@ class ImageEncoder(Encoder):
         del self.config["arguments"]
         if not options.stretch:  # absent as before the option, so that hashes of stored features stay valid
             del self.config["stretch"]
+        self._sizes = json.dumps([self.config, vision.image_size], sort_keys=True, default=repr)
         self.register_buffer("_mean", torch.tensor(self.mean).view(1, -1, 1, 1), persistent=False)
         self.register_buffer("_std", torch.tensor(self.std).view(1, -1, 1, 1), persistent=False)
         self._mean: Tensor
@@ -346,8 +347,12 @@ class ImageEncoder(Encoder):
                 norm.train()
 
     def _measure(self, size: Size) -> "_Measured":
-        """Return the widths and the grid of the features for an image size, from a forward pass on the meta device."""
-        if size not in self._measured:
+        """Return the widths and the grid of the features for an image size, from a forward pass on the meta device.
+
+        Encoders of one configuration share what was found.
+        """
+        key = self._sizes, size
+        if key not in _MEASURED:
             values: list[int] = []  # of each channel of two images, in every batch norm
             hooks = [
                 norm.register_forward_pre_hook(lambda _, inputs: values.append(inputs[0][:, 0].numel()))
@@ -362,8 +367,8 @@ class ImageEncoder(Encoder):
                 for hook in hooks:
                     hook.remove()
             width, patches = features.pooled_BD.shape[1], features.patches_BPD
-            self._measured[size] = _Measured(width, patches.shape[2], features.grid, 2 in values)
-        return self._measured[size]
+            _MEASURED[key] = _Measured(width, patches.shape[2], features.grid, 2 in values)
+        return _MEASURED[key]
 
 
 class _Measured(NamedTuple):
@@ -372,6 +377,10 @@ class _Measured(NamedTuple):
     grid: Size
     single_values: bool
     """A batch norm reads one value per channel of an image."""
+
+
+_MEASURED: dict[tuple[str, Size], _Measured] = {}
+"""Configuration of an encoder, and size of an image -> what was found for them."""
 
 
 def _is_traced(image_BCHW: Tensor) -> bool:
