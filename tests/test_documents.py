@@ -4,6 +4,7 @@ Texts are the Markdown files, and the docstrings at the top of recipes and scrip
 """
 
 import ast
+import dataclasses
 import inspect
 import itertools
 import re
@@ -11,8 +12,10 @@ import runpy
 import shlex
 import shutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pydicom
 import pytest
@@ -20,7 +23,9 @@ from helpers.script_modules import load_script
 
 import medvl
 from medvl.cli import main as cli
+from medvl.cli.recipes import find_recipe
 from medvl.data import train_wordpiece
+from medvl.train.recipe_cli import DEFAULT_PRESET
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = [
@@ -183,13 +188,31 @@ def test_options_of_slurm_are_one_value(capsys: pytest.CaptureFixture[str]) -> N
         assert "mine.toml" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("target", OF_RECIPES, ids=" ".join)
-def test_recipes_have_these_presets_and_options(target: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
-    recipe, *preset = target
-    shown = explained(
-        capsys, lambda: cli.main(["doctor", str(ROOT / recipe) if "/" in recipe else recipe, *preset, "--help"])
-    )
-    assert OF_RECIPES[target] - {"--ranks"} <= shown
+def flags(settings: Any, prefix: str = "--") -> set[str]:
+    """The options of a recipe: the fields of its settings, and of those within them, but mappings."""
+    found = set()
+    for field in dataclasses.fields(settings):
+        name, value = prefix + field.name.replace("_", "-"), getattr(settings, field.name)
+        if dataclasses.is_dataclass(value):
+            found |= flags(value, f"{name}.")
+        elif not isinstance(value, Mapping):
+            found.add(name)
+    return found
+
+
+def test_the_help_of_a_recipe_lists_its_fields(capsys: pytest.CaptureFixture[str]) -> None:
+    for preset, settings in runpy.run_path(str(find_recipe("vqa")))["PRESETS"].items():
+        assert flags(settings) <= explained(capsys, partial(cli.main, ["doctor", "vqa", preset, "--help"]))
+
+
+@pytest.mark.parametrize("recipe", sorted({recipe for recipe, *_ in OF_RECIPES}))
+def test_recipes_have_these_presets_and_options(recipe: str) -> None:
+    presets = runpy.run_path(str(ROOT / recipe if "/" in recipe else find_recipe(recipe)))["PRESETS"]
+    named = {target[1:]: options for target, options in OF_RECIPES.items() if target[0] == recipe}
+    for preset, options in named.items():
+        (name,) = preset or (DEFAULT_PRESET,)
+        assert name in presets
+        assert options - {"--ranks"} <= flags(presets[name]), name
 
 
 @pytest.mark.parametrize("target", OF_SCRIPTS, ids=" ".join)
@@ -202,9 +225,8 @@ def test_scripts_have_these_options(
     assert OF_SCRIPTS[target] <= shown
 
 
-@pytest.mark.parametrize("path", [*DOCUMENTS, *PROGRAMS], ids=lambda path: path.relative_to(ROOT).as_posix())
-def test_named_files_exist(path: Path) -> None:
-    named = set(
-        re.findall(r"(?<![\w/.-])(?:scripts|recipes|data_cards|medvl|tests)/[\w./-]*\.(?:py|sh|md)\b", text_of(path))
-    )
-    assert [name for name in sorted(named) if not (ROOT / name).exists()] == []
+def test_named_files_exist() -> None:
+    name = re.compile(r"(?<![\w/.-])(?:scripts|recipes|data_cards|medvl|tests)/[\w./-]*\.(?:py|sh|md)\b")
+    named = {(path.name, found) for path in [*DOCUMENTS, *PROGRAMS] for found in name.findall(text_of(path))}
+    assert {"CONTRIBUTING.md", "convirt_mimic.py"} <= {path for path, _ in named}
+    assert [(path, found) for path, found in sorted(named) if not (ROOT / found).exists()] == []

@@ -1,6 +1,7 @@
 """Augmentation on the device: the parameters of the workers' augmentation, and its images to a grey level."""
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -53,7 +54,8 @@ CHAINS: dict[str, tuple[dict[str, Any], float, int]] = {
 SHAPES = [(101, 140), (141, 99, 3), (64, 64), (333, 57, 3), (57, 333)]
 
 
-def photo(shape: Sequence[int], seed: int = 0) -> np.ndarray:
+@functools.cache
+def photo(shape: tuple[int, ...], seed: int = 0) -> np.ndarray:
     """Return an image with smooth shades and noise, from black to white."""
     rng = np.random.default_rng(seed)
     smooth = cv2.GaussianBlur(rng.normal(size=shape), (0, 0), 5).reshape(shape)

@@ -66,7 +66,8 @@ def seeded(seed: int = 0) -> torch.Generator:
 
 
 def many(tokenizer: Tokenizer, copies: int = 600) -> tuple[Tensor, Tensor]:
-    return tokenizer(TEXTS * copies)
+    ids_BT, mask_BT = tokenizer(TEXTS)
+    return ids_BT.repeat(copies, 1), mask_BT.repeat(copies, 1)
 
 
 def ordinary(tokenizer: Tokenizer, ids_BT: Tensor, mask_BT: Tensor) -> Tensor:
@@ -109,7 +110,8 @@ def test_tokens_are_masked_independently_without_whole_words(
 @pytest.mark.parametrize("rate", [0.15, 0.4])
 def test_rate_is_the_share_of_masked_tokens(tokenizer: Tokenizer, whole_words: bool, rate: float) -> None:
     """Measured on long texts, as a short text always has at least one masked word."""
-    ids_BT, mask_BT = tokenizer([" ".join(TEXTS[:3] * 5)] * 300)
+    ids_1T, mask_1T = tokenizer([" ".join(TEXTS[:3] * 5)])
+    ids_BT, mask_BT = ids_1T.repeat(300, 1), mask_1T.repeat(300, 1)
     masked = TextMasking(tokenizer, rate=rate, whole_words=whole_words)(ids_BT, mask_BT, seeded())
     able_BT = ordinary(tokenizer, ids_BT, mask_BT)
     share = (masked.labels_BT != IGNORED).sum() / able_BT.sum()
