@@ -28,6 +28,7 @@ from medvl.data.privacy.deidentify import (
     Deidentifier,  # importing medvl puts in the torchvision hook, before timm or transformers
 )
 from medvl.data.storage import store
+from medvl.eval.html import plots
 from medvl.schema import FINDINGS
 
 torch.set_num_threads(int(os.environ.get("MEDVL_TEST_THREADS", "1")))
@@ -119,6 +120,12 @@ def _one_salt(tmp_path_factory: pytest.TempPathFactory) -> None:
     path.write_text(SALT.hex() + "\n")
     path.chmod(0o600)
     os.environ["MEDVL_SALT_FILE"] = str(path)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _plots_name_their_fonts() -> None:
+    """Embedding fonts in PDF costs more than the rest of a page; tests/eval/html/test_plots.py does it."""
+    plots.FONTS["pdf.use14corefonts"] = True
 
 
 @pytest.fixture

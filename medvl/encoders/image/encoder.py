@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.overrides import TorchFunctionMode
 
 from medvl.encoders.base import Encoder
 from medvl.encoders.image.adapter import Size, VisionBackbone, VisionOutput
@@ -361,7 +362,7 @@ class ImageEncoder(Encoder):
             ]
             image_BCHW = torch.empty(2, self.in_channels, *size, device="meta")
             try:
-                with torch.no_grad():
+                with torch.no_grad(), _ShapesOfNorms():
                     features = torch.func.functional_call(self, self.meta_state(), (image_BCHW,), tie_weights=False)
             finally:
                 for hook in hooks:
@@ -377,6 +378,17 @@ class _Measured(NamedTuple):
     grid: Size
     single_values: bool
     """A batch norm reads one value per channel of an image."""
+
+
+class _ShapesOfNorms(TorchFunctionMode):
+    """Norms that return the shape alone: on the meta device, torch runs one as thirty operations in Python."""
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if function in (F.batch_norm, F.layer_norm):
+            return torch.empty_like(args[0])
+        return function(*args, **(kwargs or {}))
 
 
 _MEASURED: dict[tuple[str, Size], _Measured] = {}

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 POSITIVE_COLOR, NEGATIVE_COLOR, LINE_COLOR, GREY = "#c2410c", "#64748b", "#1d4ed8", "#94a3b8"
 LINE_COLORS = ("#1d4ed8", "#c2410c", "#15803d", "#7e22ce", "#0e7490", "#be185d", "#a16207")
 _ROUNDING = 1e-12  # scores within this share of each other are equal but for rounding
+FONTS = {"svg.fonttype": "none", "svg.hashsalt": "medvl", "pdf.fonttype": 42}
+"""Matplotlib's settings for files: text stays text, and a PDF has its fonts, as TrueType."""
 _INCHES, _DPI = (2.9, 2.5), 200  # the resolution is that of images within a plot
 
 
@@ -51,9 +53,7 @@ def _finish(name: str, figure: "Figure", axes: "Axes", x: str, y: str, *, color_
     axes.set_xlabel(x, fontsize=8, color="#334155")
     axes.set_ylabel(y, fontsize=8, color="#334155")
     files = []
-    with matplotlib.rc_context(
-        {"svg.fonttype": "none", "svg.hashsalt": "medvl", "pdf.fonttype": 42}
-    ):  # text stays text
+    with matplotlib.rc_context(FONTS):
         for kind, dated in (("svg", "Date"), ("pdf", "CreationDate")):
             buffer = io.BytesIO()
             figure.savefig(buffer, format=kind, metadata={dated: None}, transparent=True)

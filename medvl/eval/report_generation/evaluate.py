@@ -14,6 +14,7 @@ Protocol "report_generation", version 2:
 """
 
 import dataclasses
+import itertools
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -193,11 +194,8 @@ def _metric_groups(
     other = _other_patients([report.patient for report in reports])
     if other is not None:
         baselines = {OTHER_IMAGES: [decoded[""][index] for index in other], **baselines}
-    found = {
-        text: label_report(text, conventions)
-        for texts in (references, *decoded.values(), *baselines.values())
-        for text in texts
-    }
+    texts = dict.fromkeys(itertools.chain(references, *decoded.values(), *baselines.values()))
+    found = {text: label_report(text, conventions) for text in texts}
 
     def positive(texts: Sequence[str]) -> NDArray[np.bool_]:
         return positive_findings([found[text] for text in texts], uncertain)

@@ -182,7 +182,8 @@ def add_copies(tensors: Mapping[str, Tensor], table: Sequence[KeyRule]) -> dict[
 
 def count_covered(keys: Sequence[str], table: Sequence[KeyRule]) -> int:
     """Return how many of these keys have a rule in the table."""
-    return sum(_first_match(key, table)[0] is not None for key in _normalized_keys(keys))
+    pattern = _any_pattern(tuple(rule.source for rule in table))
+    return sum(pattern.fullmatch(key) is not None for key in _normalized_keys(keys))
 
 
 def _first_match(key: str, table: Sequence[KeyRule]) -> tuple[KeyRule | None, Sequence[str]]:
@@ -195,8 +196,17 @@ def _first_match(key: str, table: Sequence[KeyRule]) -> tuple[KeyRule | None, Se
 
 @functools.cache
 def _pattern(template: str) -> re.Pattern[str]:
+    return re.compile(_expression(template))
+
+
+@functools.cache
+def _any_pattern(templates: Sequence[str]) -> re.Pattern[str]:
+    return re.compile("|".join(_expression(template) for template in templates) or "(?!)")
+
+
+def _expression(template: str) -> str:
     parts = [{"*": "([^.]+)", "**": "(.+)"}.get(part, re.escape(part)) for part in re.split(r"(\*\*|\*)", template)]
-    return re.compile("".join(parts))
+    return "".join(parts)
 
 
 def _match(key: str, template: str) -> re.Match[str] | None:

@@ -93,15 +93,16 @@ def _rank(similarity: np.ndarray, score: np.ndarray, positive: np.ndarray, k: in
 
 @torch.no_grad()
 def uncached(model: FusionModel, loader: FakeLoader) -> tuple[list[int], np.ndarray]:
-    """Return the text of each image with text, and the score of every pair, each encoded separately."""
+    """Return the text of each image with text, and the score of every pair, each image and text encoded alone."""
     batches = [batch for batch in _singles(loader) if batch.texts[0].strip()]
     plain = [" ".join(batch.texts[0].split()) for batch in batches]
     texts = list(dict.fromkeys(plain))
     scores = np.zeros((len(batches), len(texts)))
+    words = [model.text_tokens(*model.tokenize([text])) for text in texts]
     for row, batch in enumerate(batches):
-        for column, text in enumerate(texts):
-            ids_BT, mask_BT = model.tokenize([text])
-            logits_B2 = model.match(model.text_tokens(ids_BT, mask_BT), model.image_tokens(batch.image_BCHW))
+        cells = model.image_tokens(batch.image_BCHW)
+        for column in range(len(texts)):
+            logits_B2 = model.match(words[column], cells)
             scores[row, column] = (logits_B2[0, 1] - logits_B2[0, 0]).item()
     return [texts.index(text) for text in plain], scores
 
