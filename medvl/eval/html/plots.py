@@ -3,7 +3,7 @@
 import dataclasses
 import io
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 POSITIVE_COLOR, NEGATIVE_COLOR, LINE_COLOR, GREY = "#c2410c", "#64748b", "#1d4ed8", "#94a3b8"
 LINE_COLORS = ("#1d4ed8", "#c2410c", "#15803d", "#7e22ce", "#0e7490", "#be185d", "#a16207")
 _ROUNDING = 1e-12  # scores within this share of each other are equal but for rounding
-FONTS = {"svg.fonttype": "none", "svg.hashsalt": "medvl", "pdf.fonttype": 42}
+FONTS: dict[Any, Any] = {"svg.fonttype": "none", "svg.hashsalt": "medvl", "pdf.fonttype": 42}
 """Matplotlib's settings for files: text stays text, and a PDF has its fonts, as TrueType."""
 _INCHES, _DPI = (2.9, 2.5), 200  # the resolution is that of images within a plot
 

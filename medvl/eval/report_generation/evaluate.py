@@ -194,8 +194,8 @@ def _metric_groups(
     other = _other_patients([report.patient for report in reports])
     if other is not None:
         baselines = {OTHER_IMAGES: [decoded[""][index] for index in other], **baselines}
-    texts = dict.fromkeys(itertools.chain(references, *decoded.values(), *baselines.values()))
-    found = {text: label_report(text, conventions) for text in texts}
+    distinct = dict.fromkeys(itertools.chain(references, *decoded.values(), *baselines.values()))
+    found = {text: label_report(text, conventions) for text in distinct}
 
     def positive(texts: Sequence[str]) -> NDArray[np.bool_]:
         return positive_findings([found[text] for text in texts], uncertain)
