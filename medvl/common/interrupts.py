@@ -11,17 +11,25 @@ from types import FrameType
 
 
 @contextlib.contextmanager
+def blocked(*numbers: signal.Signals) -> Iterator[None]:
+    """Block signals in this thread within the block; those that arrive are delivered at its end."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    try:
+        signal.pthread_sigmask(signal.SIG_BLOCK, numbers)  # Python may raise KeyboardInterrupt once they are blocked
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+@contextlib.contextmanager
 def interrupts_blocked() -> Iterator[None]:
     """Block SIGINT in this thread within the block, and permanently in processes started within it.
 
     A terminal sends Ctrl-C to all processes of a command. The main process stops the others, which must not end on
     their own, not even during their start.
     """
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
+    with blocked(signal.SIGINT):
         yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 @contextlib.contextmanager
@@ -37,11 +45,8 @@ def signals_blocked() -> Iterator[None]:
         resource_tracker.ensure_running()  # its start would unblock both
     if method == "forkserver":
         forkserver.ensure_running()
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
-    try:
+    with blocked(signal.SIGINT, signal.SIGTERM):
         yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 @contextlib.contextmanager

@@ -6,6 +6,8 @@ import threading
 from types import FrameType, TracebackType
 from typing import Self
 
+from medvl.common.interrupts import blocked
+
 _STOPS = (signal.SIGTERM, signal.SIGINT)
 
 
@@ -23,12 +25,9 @@ class StopSignals:
 
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
-            before = signal.pthread_sigmask(signal.SIG_BLOCK, _STOPS)  # both handlers, or an interrupt between them
-            try:
+            with blocked(*_STOPS):  # an interrupt between the two would leave one behind
                 for number in _STOPS:
                     self._before[number] = signal.signal(number, self._handle)
-            finally:
-                signal.pthread_sigmask(signal.SIG_SETMASK, before)
         return self
 
     def __exit__(

@@ -1,10 +1,6 @@
-"""Non-finite values, skipped updates and their budget, and signals."""
+"""Non-finite values, skipped updates and their budget."""
 
 import json
-import os
-import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +16,6 @@ from medvl.models.dual_encoders.parts.query_book import QueryBook
 from medvl.schema import Batch, Losses
 from medvl.train.fault_tolerance import checkpoint
 from medvl.train.fault_tolerance.nonfinite import BufferGuard, LossSpikeDetector, propagate_nonfinite
-from medvl.train.fault_tolerance.signals import StopSignals
 from medvl.train.loop.step import Step
 
 BAD = "s3"
@@ -261,24 +256,3 @@ def test_fp16_non_finite_loss_uses_the_budget(tmp_path: Path) -> None:
             optim=fakes.optim(),
             config=fakes.config(tmp_path, precision="fp16", nonfinite_budget=0),
         )
-
-
-def test_first_signal_requests_a_stop(capsys: pytest.CaptureFixture[str]) -> None:
-    with StopSignals() as stop:
-        assert stop.requested is None
-        os.kill(os.getpid(), signal.SIGINT)
-        assert stop.requested == "SIGINT"
-
-
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_second_signal_ends_the_process(number: signal.Signals) -> None:
-    code = (
-        "import os, sys; from medvl.train.fault_tolerance.signals import StopSignals\n"
-        "number = int(sys.argv[1])\n"
-        "with StopSignals() as stop:\n"
-        "    os.kill(os.getpid(), number); print(stop.requested, flush=True)\n"
-        "    os.kill(os.getpid(), number); print('still here')"
-    )
-    ended = subprocess.run([sys.executable, "-c", code, str(int(number))], capture_output=True, text=True, check=False)
-    assert ended.returncode == -number
-    assert ended.stdout == f"{number.name}\n"

@@ -1,0 +1,149 @@
+"""Signals before, while and after `StopSignals` handles them."""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from types import FrameType
+from typing import Any
+
+import pytest
+
+from medvl.train.fault_tolerance.signals import StopSignals
+
+STOPS = (signal.SIGTERM, signal.SIGINT)
+PROGRAM = """
+import os, signal, sys
+from medvl.train.fault_tolerance.signals import StopSignals
+def send(name):
+    os.kill(os.getpid(), getattr(signal, name))
+stop = StopSignals()
+"""
+
+
+def run(*lines: str) -> tuple[int, str]:
+    """Return the exit status and output of a program that has `stop` and `send(name)`."""
+    program = PROGRAM + "\n".join(lines)
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=60)
+    return ended.returncode, ended.stdout
+
+
+def ignore(number: int, frame: FrameType | None) -> None:
+    """Do nothing."""
+
+
+@pytest.fixture(autouse=True)
+def _same_handlers() -> Iterator[None]:
+    """The handlers of before, also after a test that fails."""
+    before = [signal.getsignal(number) for number in STOPS]
+    yield
+    for number, handler in zip(STOPS, before, strict=True):
+        signal.signal(number, handler)
+
+
+@pytest.mark.parametrize("number", STOPS)
+def test_first_signal_requests_a_stop(number: signal.Signals) -> None:
+    with StopSignals() as stop:
+        assert stop.requested is None
+        os.kill(os.getpid(), number)
+        assert stop.requested == number.name
+    assert stop.requested == number.name  # read after the block, to end the process
+
+
+@pytest.mark.parametrize("number", STOPS)
+def test_signal_before_the_block_has_its_usual_effect(number: signal.Signals) -> None:
+    assert run(f"send({number.name!r})", "with stop: print('trains')") == (-number, "")
+
+
+@pytest.mark.parametrize("number", STOPS)
+def test_signal_after_the_block_has_its_usual_effect(number: signal.Signals) -> None:
+    lines = ("with stop: print('trains', flush=True)", f"send({number.name!r})", "print('still here')")
+    assert run(*lines) == (-number, "trains\n")
+
+
+@pytest.mark.parametrize("second", STOPS)
+@pytest.mark.parametrize("first", STOPS)
+def test_second_signal_ends_the_process(first: signal.Signals, second: signal.Signals) -> None:
+    sent = f"  send({first.name!r}); print(stop.requested, flush=True); send({second.name!r})"
+    assert run("with stop:", sent, "  print('still here')") == (-second, f"{first.name}\n")
+
+
+@pytest.mark.parametrize("sent", STOPS)
+@pytest.mark.parametrize("during", [0, 1])
+def test_signal_between_the_two_handlers_requests_a_stop(
+    monkeypatch: pytest.MonkeyPatch, sent: signal.Signals, during: int
+) -> None:
+    """Without blocking, Ctrl-C before the second handler would leave the first one behind."""
+    install: Callable[..., Any] = signal.signal
+    calls: list[int] = []
+
+    def install_and_send(number: int, handler: Any) -> Any:
+        before = install(number, handler)
+        if len(calls) == during:
+            os.kill(os.getpid(), sent)
+        calls.append(number)
+        return before
+
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    stop = StopSignals()
+    with monkeypatch.context() as patch:
+        patch.setattr(signal, "signal", install_and_send)
+        with stop:
+            patch.undo()
+            assert stop.requested == sent.name
+            assert [signal.getsignal(number) for number in STOPS] == [stop._handle] * 2
+    assert signal.pthread_sigmask(signal.SIG_BLOCK, ()) == mask
+
+
+def test_interrupt_while_signals_are_being_blocked_leaves_none_blocked(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Python runs its handlers within `pthread_sigmask`, once the signals are blocked."""
+    block = signal.pthread_sigmask
+    before = [signal.getsignal(number) for number in STOPS]
+
+    def block_and_interrupt(how: int, numbers: Any) -> Any:
+        mask = block(how, numbers)
+        if how == signal.SIG_BLOCK and numbers:
+            raise KeyboardInterrupt
+        return mask
+
+    with monkeypatch.context() as patch:
+        patch.setattr(signal, "pthread_sigmask", block_and_interrupt)
+        with pytest.raises(KeyboardInterrupt), StopSignals():
+            pass
+    blocked = block(signal.SIG_SETMASK, ())
+    assert not blocked & set(STOPS)
+    assert [signal.getsignal(number) for number in STOPS] == before
+
+
+@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize("handler", [ignore, signal.SIG_IGN, signal.SIG_DFL])
+def test_handlers_of_before_return(handler: Any, fails: bool) -> None:
+    for number in STOPS:
+        signal.signal(number, handler)
+    stop = StopSignals()
+    for _ in range(2):  # a program may train twice
+        with contextlib.suppress(ValueError), stop:
+            assert {signal.getsignal(number) for number in STOPS} == {stop._handle}
+            if fails:
+                raise ValueError("the training failed")
+        assert [signal.getsignal(number) for number in STOPS] == [handler] * 2
+
+
+def test_handlers_stay_when_another_thread_trains() -> None:
+    before = [signal.getsignal(number) for number in STOPS]
+    seen: list[Any] = []
+
+    def elsewhere() -> None:
+        with StopSignals() as stop:
+            seen.extend(signal.getsignal(number) for number in STOPS)
+            seen.append(stop.requested)
+
+    thread = threading.Thread(target=elsewhere)
+    thread.start()
+    thread.join()
+    assert seen == [*before, None]
