@@ -19,6 +19,7 @@ from typing import IO
 
 import pytest
 from helpers import forked, train_fakes as fakes
+from helpers.learning import seed_of, share_of
 from helpers.spine_corpus import PATIENTS, Spine, canaries, contents
 
 from medvl.cli import main as cli
@@ -123,10 +124,18 @@ def test_the_search_for_canaries_finds_them_where_they_are(spine: Spine) -> None
     assert all(stem.encode() in private for stem in stems)
 
 
-def test_training_learns_and_ends_with_a_checkpoint(spine: Spine) -> None:
-    losses = [row["loss"] for row in fakes.records(spine.home / "run", "train")]
-    assert len(losses) == 12
+@pytest.mark.training
+def test_training_lowers_the_loss(spine: Spine, tmp_path: Path) -> None:
+    steps = share_of(12)
+    seeds = {"data__seed": seed_of(), "train__seed": seed_of()}
+    done = spine.ended(spine.recipe(tmp_path / "run", train__steps=steps, **seeds))
+    assert done.returncode == 0, done.stderr
+    losses = [row["loss"] for row in fakes.records(tmp_path / "run", "train")]
     assert sum(losses[-4:]) < sum(losses[:4])
+
+
+def test_training_ends_with_a_checkpoint(spine: Spine) -> None:
+    assert len(fakes.records(spine.home / "run", "train")) == 12
     assert {row["step"] for row in fakes.records(spine.home / "run", "valid")} == {7, 12}
     assert "finished after step 12" in spine.printed["train"]
     model = load(spine.home / "run" / "last")

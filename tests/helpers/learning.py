@@ -31,6 +31,11 @@ def shift_seeds(monkeypatch: pytest.MonkeyPatch, shift: int) -> None:
     torch.manual_seed(0)
 
 
+def seed_of(name: int = 0) -> int:
+    """Return the seed that `torch.manual_seed(name)` sets within this test, for other generators."""
+    return torch.manual_seed(name).initial_seed()
+
+
 def share_of(steps: int) -> int:
     """Return the number of steps, or the share of it that MEDVL_TEST_STEPS names."""
     return max(1, round(_STEPS * steps))

@@ -11,7 +11,7 @@ from helpers.contrastive_systems import gloria, make_batch, mgca, radzero, umrl
 from helpers.errors import raises
 from helpers.eval_fakes import make_source
 from helpers.label_shards import NAMES, make_shards
-from helpers.learning import fit
+from helpers.learning import fit, seed_of, share_of
 from sklearn import metrics as reference
 
 import medvl
@@ -215,15 +215,16 @@ def data_of(shards: Path, **settings: Any) -> ClassificationDataConfig:
     return ClassificationDataConfig(train=shards / "train", valid=shards / "validate", workers=0, **settings)
 
 
+@pytest.mark.training
 def test_training_stops_early_and_keeps_the_best_step(shards, tmp_path):
     policy = LabelPolicy()
-    data = data_of(shards, fraction=0.5, fraction_seed=3)
+    data = data_of(shards, fraction=0.5, fraction_seed=3, seed=seed_of())
     assert data.names() == NAMES
     model = create_classifier_of(data)
     opened = open_classification(data, model, policy.apply, batch=4)
     assert opened.described["data"]["train"]["images"] == 16
     config = TrainConfig(
-        run_dir=tmp_path, epochs=50, global_batch=4, best_metric="classify/auroc/Edema", best_mode="max",
+        run_dir=tmp_path, epochs=share_of(50), global_batch=4, best_metric="classify/auroc/Edema", best_mode="max",
         early_stop_patience=2, tensorboard=False, log_every=100,
     )  # fmt: skip
     evals = [ClassifyEval(opened.valid_images, policy=policy)]

@@ -12,6 +12,7 @@ import pytest
 import torch
 from helpers.errors import raises
 from helpers.eval_fakes import FakeLoader, FakeSource
+from helpers.learning import seed_of, share_of
 from torch import Tensor
 
 from medvl.cli import main as cli
@@ -106,30 +107,54 @@ def linear_of(cls: Any) -> Any:
 
 
 @pytest.fixture(scope="module")
-def trained(shards: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def runs() -> dict[int, dict[str, Path]]:
+    """Checkpoints of this module by their seed."""
+    return {}
+
+
+@pytest.fixture
+def trained(
+    shards: Path, runs: dict[int, dict[str, Path]], tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, Path]:
     """Kind -> the best checkpoint of a short run, as the recipe makes one."""
-    best = {}
-    for kind, cls, judge, metric in (
-        ("boxes", Detector, DetectionEval, "detection/ap@0.4"),
-        ("masks", Segmenter, SegmentationEval, "segmentation/dice_masked"),
-    ):
-        model = model_of(cls)
-        opened = open_dense(data_of(shards), model, kind, batch=8)
-        result = train(
-            model,
-            opened.train,
-            valid_loader=opened.valid,
-            evals=[judge(opened.valid_images)],
-            optim=OptimConfig(lr=1e-2, schedule=Constant()),
-            config=TrainConfig(
-                run_dir=tmp_path_factory.mktemp(kind), epochs=12, global_batch=8, tensorboard=False, log_every=1000,
-                best_metric=metric, best_mode="max", validate_every=12, checkpoint_every=1000,
+    seed = seed_of()
+    if seed not in runs:
+        runs[seed] = {
+            "boxes": fit_squares(
+                "boxes", shards, tmp_path_factory.mktemp("boxes"), DetectionEval, "detection/ap@0.4"
             ),
-            run=opened.described,
-        )  # fmt: skip
-        assert result.best is not None
-        best[kind] = result.best
-    return best
+            "masks": fit_squares(
+                "masks", shards, tmp_path_factory.mktemp("masks"), SegmentationEval, "segmentation/dice_masked"
+            ),
+        }
+    return runs[seed]
+
+
+def fit_squares(kind: Any, shards: Path, folder: Path, judge: Any, metric: str) -> Path:
+    """Return the best checkpoint of a training on the squares."""
+    model = model_of(Detector if kind == "boxes" else Segmenter)
+    opened = open_dense(data_of(shards, seed=seed_of()), model, kind, batch=8)
+    result = train(
+        model,
+        opened.train,
+        valid_loader=opened.valid,
+        evals=[judge(opened.valid_images)],
+        optim=OptimConfig(lr=1e-2, schedule=Constant()),
+        config=TrainConfig(
+            run_dir=folder,
+            epochs=share_of(12),
+            global_batch=8,
+            tensorboard=False,
+            log_every=1000,
+            best_metric=metric,
+            best_mode="max",
+            validate_every=12,
+            checkpoint_every=1000,
+        ),
+        run=opened.described,
+    )
+    assert result.best is not None
+    return result.best
 
 
 # Data
@@ -198,6 +223,7 @@ def loader_of(shards: Path, split: str, model: Any) -> Any:
     return open_for_evaluation(ShardSource(shards / split), model.transform, batch=5, workers=0)
 
 
+@pytest.mark.training
 def test_detector_finds_squares_and_is_evaluated_on_all_images(shards: Path, trained: dict[str, Path]) -> None:
     model = load(trained["boxes"])
     assert isinstance(model, Detector)
@@ -230,6 +256,7 @@ def test_detector_finds_squares_and_is_evaluated_on_all_images(shards: Path, tra
         box_detection(model, test, valid_loader=test)
 
 
+@pytest.mark.training
 def test_segmenter_marks_squares_under_both_rules(shards: Path, trained: dict[str, Path]) -> None:
     model = load(trained["masks"])
     assert isinstance(model, Segmenter)
