@@ -11,6 +11,7 @@ import tyro
 if TYPE_CHECKING:
     from medvl.eval.zero_shot_classification.calibration import Calibration
     from medvl.inference.folder import ImageModel, ImageResult
+    from medvl.models.base import System
 
 _SHOWN, _WIDTH = 20, 100
 
@@ -44,7 +45,8 @@ def infer(
         batch: images per batch.
         frame: frame of multi-frame DICOM files, from 0; without it they are skipped.
         modality: modalities of DICOM files to accept, such as CR DX RG; others are skipped. Without it, all are
-            scored, and those that are no chest radiographs by their header are marked and counted in a warning.
+            scored, and those of another kind than the model's training images by their header are marked and counted in
+            a warning.
         device: auto, cpu or cuda.
     """
     from medvl.errors import ConfigError
@@ -87,7 +89,7 @@ def infer(
         raise ConfigError(f"no image could be read: {_counts(skipped)}; {advice}", "empty", field="images")
     if model.gives in ("score", "value"):
         print(_uncalibrated(model, fitted, reason), file=sys.stderr)  # the table on stdout stays one
-    lines = [format_results(results, model.names, model.gives), *_notes(results, skipped)]
+    lines = [format_results(results, model.names, model.gives), *_notes(loaded, results, skipped)]
     if out is None:
         return "\n".join(lines)
     if overlays and not drawn:
@@ -95,15 +97,15 @@ def infer(
     return "\n".join([*lines, "", *(str(out / name) for name in sorted(path.name for path in out.iterdir()))])
 
 
-def _notes(results: "Sequence[ImageResult]", skipped: Mapping[str, int]) -> Iterator[str]:
-    """Yield what the reader of the table must know: skipped images, and images that are no chest radiographs."""
-    from medvl.inference.modality import describe_doubts
+def _notes(model: "System", results: "Sequence[ImageResult]", skipped: Mapping[str, int]) -> Iterator[str]:
+    """Yield what the reader of the table must know: skipped images, and images of another kind than the model's."""
+    from medvl.inference.modality import Expected, describe_doubts
 
     if skipped:
         yield f"\n{sum(skipped.values())} of {len(results)} images skipped: {_counts(skipped)}"
-    warning = describe_doubts([result.warning for result in results if result.skipped is None])
+    warning = describe_doubts([result.warning for result in results if result.skipped is None], Expected.by(model))
     if warning:
-        yield f"\nwarning: {warning}; --modality CR DX RG leaves other modalities out"
+        yield f"\nwarning: {warning}; --modality leaves other modalities out (--modality CR DX RG: radiographs only)"
 
 
 def format_results(results: "Sequence[ImageResult]", names: Sequence[str], gives: str) -> str:
@@ -137,7 +139,7 @@ def format_results(results: "Sequence[ImageResult]", names: Sequence[str], gives
 
 
 def _kind(result: "ImageResult", before: str = "") -> str:
-    """Return modality and body part, with a mark where the image is no chest radiograph; empty for other files."""
+    """Return modality and body part, with a mark on images of other kinds than the model's; "" for other files."""
     kind = " ".join(filter(None, (result.modality, result.body_part, "(!)" if result.warning else None)))
     return kind and before + kind
 

@@ -32,7 +32,7 @@ from medvl.eval.grounding.page import draw_grounding
 from medvl.eval.report_generation.generate import ReportWriter
 from medvl.eval.zero_shot_classification.calibration import Calibration, FindingCalibration
 from medvl.inference.heatmaps import heatmap
-from medvl.inference.modality import doubt_of, header_of
+from medvl.inference.modality import Expected, header_of
 from medvl.inference.models import batches, refuse
 from medvl.inference.scores import ABLE, Scorer
 from medvl.inference.texts import answer, write_report
@@ -154,7 +154,7 @@ def infer_files(
         batch: images per batch.
         frame: index of the frame in multi-frame DICOM files, from 0; with None, these are skipped.
         modality: modalities to accept; DICOM files of others are skipped as "other_modality". Empty: all are accepted,
-            and results of other images than chest radiographs have a `warning`.
+            and images of another kind than the model's training images have a `warning`.
         progress: True for a progress bar, None for one on a terminal.
 
     Raises ConfigError if `out` has other content, or results of other settings.
@@ -197,7 +197,7 @@ def _infer_batch(
     overlays: int,
     modality: Sequence[str],
 ) -> list[ImageResult]:
-    headers = {path: header_of(path) for path in paths}
+    headers, expected = {path: header_of(path) for path in paths}, Expected.by(model.model)
 
     def read(path: Path) -> np.ndarray | str:
         header = headers[path]
@@ -221,7 +221,7 @@ def _infer_batch(
             image=_name(path),
             modality=None if header is None else header.modality,
             body_part=None if header is None else header.body_part,
-            warning=None if modality else doubt_of(header),
+            warning=None if modality else expected.doubt(header),
         )
         if isinstance(pixels, str):
             results.append(dataclasses.replace(result, skipped=pixels, warning=None))

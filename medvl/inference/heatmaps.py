@@ -11,6 +11,7 @@ from torch import Tensor
 from medvl.data.images.inputs import ImageInput
 from medvl.errors import ConfigError
 from medvl.eval.grounding.heatmaps import Maps, choose_maps, phrase_maps
+from medvl.inference.modality import warn_of_other_images
 from medvl.inference.models import is_single, make_batch, open_model, refuse
 from medvl.models import VQA, DualEncoder
 from medvl.models.base import System
@@ -46,6 +47,8 @@ def heatmap(
         ConfigError: the model has no such maps, `image` or `text` is a list, or the text is empty.
         EvaluationError: the image encoder has no grid of patches in the space of texts, or `maps` does not exist.
         ImageError, DicomError, FileNotFoundError: the image cannot be read.
+
+    Warns (UserWarning) as `medvl.infer`.
     """
     system = open_model(model)
     if not is_single(image):
@@ -56,6 +59,7 @@ def heatmap(
         raise ConfigError("expected a text, got an empty one", "empty", field="text")
     if not isinstance(system, DualEncoder | VQA):
         raise refuse(system, "locate a text in an image", ABLE)
+    warn_of_other_images(system, [image])
     pixels = system.transform.read(image)
     image_BCHW, size = system.transform(pixels).to(system.device), (pixels.shape[0], pixels.shape[1])
     with evaluating(system):

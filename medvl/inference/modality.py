@@ -1,21 +1,60 @@
-"""Whether an image is what chest models are trained on: modality and body part of its DICOM header."""
+"""Whether an image is of the kind that a model was trained on: modality and body part of its DICOM header."""
 
+import dataclasses
 import os
 import warnings
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from io import BytesIO
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from torch import nn
+
 from medvl.data.dicom.reader import DicomHeader, DicomImage, decode_dicom_header
 from medvl.data.images.read import starts_like_dicom
 from medvl.errors import DicomError
+from medvl.models.image_kinds import CHEST_RADIOGRAPHS, ImageKind, image_kinds
+from medvl.models.lineage import manifests_of
 
-RADIOGRAPHS = ("CR", "DX", "RG")
-"""Modalities of projection radiographs."""
 
-_CHEST = ("CHEST", "PORT CHEST", "THORAX", "LUNG", "HEART")
+@dataclasses.dataclass(frozen=True)
+class Expected:
+    """Images that a model was trained on."""
+
+    kinds: tuple[ImageKind, ...] = (CHEST_RADIOGRAPHS,)
+    recorded: bool = False
+    """Whether the checkpoint records corpora that state the kind of all their images."""
+
+    @classmethod
+    def by(cls, model: nn.Module) -> "Expected":
+        """Return the images that a model expects: chest radiographs where its checkpoint does not record the kind."""
+        kinds = image_kinds(manifests_of(model))
+        known = tuple(kind for kind in kinds if kind is not None)
+        return cls(known, recorded=len(known) == len(kinds)) if known else cls()
+
+    @property
+    def name(self) -> str:
+        """The kinds, joined by "or"."""
+        return " or ".join(kind.name for kind in self.kinds)
+
+    def doubt(self, header: DicomHeader | None) -> str | None:
+        """Return why an image is of another kind, such as "MR, HEAD"; None where the header does not show it.
+
+        JPEG and PNG files have no such header, and DICOM files need not state the part of the body.
+        """
+        if header is None:
+            return None
+        parts = [kind.body_parts for kind in self.kinds if header.modality in kind.modalities or not kind.modalities]
+        if parts:
+            return None if any(_is_of(header, each) for each in parts) else header.body_part
+        of_part = any(_is_of(header, kind.body_parts) for kind in self.kinds)
+        modality = header.modality or "no known modality"
+        return modality if of_part else f"{modality}, {header.body_part}"
+
+
+def _is_of(header: DicomHeader, body_parts: Sequence[str]) -> bool:
+    return header.body_part is None or not body_parts or header.body_part in body_parts
 
 
 def header_of(image: Any) -> DicomHeader | None:
@@ -39,34 +78,44 @@ def _header(file: BinaryIO) -> DicomHeader | None:
     return decode_dicom_header(file) if is_dicom else None
 
 
-def doubt_of(header: DicomHeader | None) -> str | None:
-    """Return why an image is no radiograph of the chest, such as "MR, HEAD"; None where the header does not show it.
-
-    JPEG and PNG files have no such header, and DICOM files need not state the part of the body.
-    """
-    if header is None:
-        return None
-    doubts = [] if header.modality in RADIOGRAPHS else [header.modality or "no known modality"]
-    if header.body_part is not None and header.body_part not in _CHEST:
-        doubts.append(header.body_part)
-    return ", ".join(doubts) or None
-
-
-def warn_of_other_images(images: Iterable[Any]) -> None:
-    """Issue a UserWarning if DICOM files are no radiographs of the chest."""
-    doubts = [doubt_of(header_of(image)) for image in images]
-    message = describe_doubts(doubts)
+def warn_of_other_images(model: nn.Module, images: Iterable[Any]) -> None:
+    """Issue a UserWarning if DICOM files are of another kind than the images that the model was trained on."""
+    expected = Expected.by(model)
+    message = describe_doubts([expected.doubt(header_of(image)) for image in images], expected)
     if message:
         warnings.warn(message, UserWarning, stacklevel=4)
 
 
-def describe_doubts(doubts: Sequence[str | None]) -> str | None:
+def describe_doubts(doubts: Sequence[str | None], expected: Expected) -> str | None:
     """Return the warning about images, given the doubt of each; None if there is none."""
     kinds = Counter(doubt for doubt in doubts if doubt is not None)
     if not kinds:
         return None
     counts = "; ".join(f"{count} {kind}" for kind, count in kinds.most_common(5)) + ("; ..." if len(kinds) > 5 else "")
-    return (
-        f"{kinds.total()} of {len(doubts)} images are no chest radiographs by their header ({counts}): "
-        "a model trained on chest radiographs gives meaningless results for them"
+    return f"{kinds.total()} of {len(doubts)} images are no {expected.name} by their header ({counts}): " + _effect(
+        expected
     )
+
+
+def describe_doubt(header: DicomHeader | None, models: Mapping[str, Expected]) -> str | None:
+    """Return the warning about one image for models by their title; None if there is none.
+
+    Titles are named where the image is of the kind of some models and not of others.
+    """
+    titles: dict[tuple[str, Expected], list[str]] = {}
+    for title, expected in models.items():
+        doubt = expected.doubt(header)
+        if doubt is not None:
+            titles.setdefault((doubt, expected), []).append(title)
+    sentences = []
+    for (doubt, expected), named in titles.items():
+        before = f"{', '.join(named)}: " if len(named) < len(models) else ""
+        sentences.append(
+            f"{before}By its header ({doubt}) the image is not one of {expected.name}: {_effect(expected)}."
+        )
+    return " ".join(sentences) or None
+
+
+def _effect(expected: Expected) -> str:
+    assumed = "" if expected.recorded else "; the checkpoint does not record what all its training images show"
+    return f"a model trained on {expected.name} gives meaningless results for others{assumed}"

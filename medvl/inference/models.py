@@ -38,13 +38,13 @@ def refuse(model: System, task: str, able: str) -> ConfigError:
 def batches(model: System, images: Any, size: int = BATCH) -> Iterator[Tensor]:
     """Yield the images as the model takes them, on its device, `size` at a time. Raises as `EvalTransform`.
 
-    DICOM files that are no radiographs of the chest by their header are the reason of a UserWarning.
+    Warns (UserWarning) of DICOM files that are of another kind than the model's training images by their header.
     """
     listed = as_list(images)
     if not len(listed):
         raise ConfigError("expected at least one image, got an empty list", "empty", field="images")
     if isinstance(listed, Sequence):
-        warn_of_other_images(listed)
+        warn_of_other_images(model, listed)
     for start in range(0, len(listed), size):
         yield model.transform(listed[start : start + size]).to(model.device)
 

@@ -144,7 +144,8 @@ def infer(
         EvaluationError: the texts or the prompt set cannot be used (`medvl.inference.prompts_for`).
         ImageError, DicomError, FileNotFoundError: an image cannot be read.
 
-    Warns (UserWarning) of DICOM files that are no radiographs of the chest by their modality or body part.
+    Warns (UserWarning) of DICOM files that are of another kind than the model's training images by their modality or
+    body part; where the checkpoint does not record the kind, chest radiographs are expected.
     """
     scorer = Scorer(model, texts, prompts=prompts, temperature=temperature)
     rows = [dict(zip(scorer.names, row, strict=True)) for row in scorer(images).tolist()]

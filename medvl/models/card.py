@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from medvl.common.files import write_atomic
+from medvl.models.image_kinds import image_kind
+from medvl.models.lineage import generator_manifests
 from medvl.models.locate import CARD
 
 NO_LICENCE = "not-stated"
@@ -76,19 +78,21 @@ def _data(manifests: Sequence[Mapping[str, Any]]) -> str:
         return "Not recorded: weights of unknown origin, or without training."
     used = [(each, "this training" if number == 0 else "earlier training") for number, each in enumerate(manifests)]
     rows = [
-        f"| {each.get('corpus', '-')} | {each.get('split', '-')} | {each.get('samples', '-')} "
+        f"| {each.get('corpus', '-')} | {_kind(each)} | {each.get('split', '-')} | {each.get('samples', '-')} "
         f"| {len(each.get('patients', ()))} | {use} |"
-        for each, use in [*used, *((each, "training of a generator of images") for each in _of_generators(manifests))]
+        for each, use in [
+            *used,
+            *((each, "training of a generator of images") for each in generator_manifests(manifests)),
+        ]
     ]
-    head = "| Corpus | Split | Samples | Patients (or articles) | Used in |\n|---|---|---|---|---|"
+    head = "| Corpus | Images | Split | Samples | Patients (or articles) | Used in |\n|---|---|---|---|---|---|"
     note = "Evaluations refuse data that shares a patient with it: the salted hashes are in the JSON manifests."
     return "\n".join([head, *rows, "", note])
 
 
-def _of_generators(manifests: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Return the manifests of the training data of the generators of synthetic images, theirs included."""
-    found = [each for manifest in manifests for one in manifest.get("generators", ()) for each in one["trained_on"]]
-    return [*found, *_of_generators(found)] if found else []
+def _kind(manifest: Mapping[str, Any]) -> str:
+    kind = image_kind(manifest.get("corpus"))
+    return "not stated" if kind is None else kind.name
 
 
 def _training(settings: Mapping[str, Any], run: Mapping[str, Any]) -> str:
@@ -114,7 +118,7 @@ def _results(results: Mapping[str, float] | None, note: str = "As given by the o
 
 
 def _licence(licence: str | None, manifests: Sequence[Mapping[str, Any]]) -> str:
-    trained = [*manifests, *_of_generators(manifests)]
+    trained = [*manifests, *generator_manifests(manifests)]
     corpora = ", ".join(dict.fromkeys(str(each.get("corpus")) for each in trained))
     terms = f" The terms of the training data apply as well ({corpora}: see medvl's data cards)." if corpora else ""
     stated = "Not stated: the owner of the weights has not named one." if licence is None else f"{licence}."

@@ -4,7 +4,7 @@ Systems, their encoders and the parts of image generators have an attribute `tra
 one model to another copies it too, so that evaluations refuse the patients of every earlier training.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -24,6 +24,12 @@ def manifests_of(model: nn.Module) -> list[Mapping[str, Any]]:
     """Return the manifests that a model's modules record, each once; a loaded checkpoint's own comes first."""
     recorded = [each for module in recording_modules(model).values() for each in module.trained_on]
     return [each for number, each in enumerate(recorded) if each not in recorded[:number]]
+
+
+def generator_manifests(manifests: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Return the manifests of the training data of the generators of synthetic images, theirs included."""
+    found = [each for manifest in manifests for one in manifest.get("generators", ()) for each in one["trained_on"]]
+    return [*found, *generator_manifests(found)] if found else []
 
 
 def record_training(model: nn.Module, manifests: Manifests, detector: str | None) -> None:

@@ -25,6 +25,7 @@ from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse
 
 from medvl.errors import DicomError, ImageError, MedvlError
+from medvl.inference.modality import Expected
 from medvl.serve import images
 from medvl.serve.config import ServeConfig
 from medvl.serve.engine import Engine, Pending
@@ -84,6 +85,7 @@ class _Served:
             for served in models
         }
         self._described = [served.describe() for served in models]
+        self._expected = {served.title: Expected.by(served.model) for served in models}
 
     async def describe(self) -> JSONResponse:
         """Return the served models."""
@@ -119,7 +121,7 @@ class _Served:
 
     async def view(self, request: ImageRequest) -> Any:
         """Return the image for display."""
-        return await self._engine.decode(lambda: images.view(request))
+        return await self._engine.decode(lambda: images.view(request, self._expected))
 
     async def scores(self, request: ImageRequest) -> Any:
         """Return the scores of the findings by each model."""
@@ -156,7 +158,7 @@ class _Served:
         async def run(served: ServedModel) -> Any:
             return await self._engine.infer(lambda: function(served, decoded.pixels))
 
-        return {"image": images.describe(decoded.header), "models": await each_model(self._models, run)}
+        return {"image": images.describe(decoded.header, self._expected), "models": await each_model(self._models, run)}
 
     async def _run_encoded(self, request: ImageRequest, function: Callable[[ServedModel, Encoded], Any]) -> Any:
         """Return the result of each model for an image, which is encoded together with those of other requests."""
@@ -166,7 +168,7 @@ class _Served:
             image_1CHW = await self._engine.decode(lambda: served.prepare(decoded.pixels))
             return await self._engine.together(self._pending[id(served)], image_1CHW, lambda row: function(served, row))
 
-        return {"image": images.describe(decoded.header), "models": await each_model(self._models, run)}
+        return {"image": images.describe(decoded.header, self._expected), "models": await each_model(self._models, run)}
 
 
 def _encode(served: ServedModel, images: list[torch.Tensor]) -> list[Encoded]:

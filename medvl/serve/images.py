@@ -2,6 +2,7 @@
 
 import base64
 import dataclasses
+from collections.abc import Mapping
 from io import BytesIO
 from typing import Any
 
@@ -12,7 +13,7 @@ from medvl.data.dicom.reader import DicomHeader, decode_dicom, decode_dicom_valu
 from medvl.data.dicom.rendering import LinearValues
 from medvl.data.images.inputs import read_image
 from medvl.data.images.read import check_sides, starts_like_dicom
-from medvl.inference.modality import doubt_of
+from medvl.inference.modality import Expected, describe_doubt
 from medvl.serve.requests import ImageRequest
 
 VIEW_SIDE = 1024
@@ -47,7 +48,7 @@ def decode(request: ImageRequest) -> Decoded:
     return Decoded(pixels=pixels, header=None)
 
 
-def view(request: ImageRequest) -> dict[str, Any]:
+def view(request: ImageRequest, models: Mapping[str, Expected]) -> dict[str, Any]:
     """Return the data with which the page shows an image and applies windows to it, as JSON values.
 
     `pixels` is the image as the file renders it, uint8 in `channels`. `window` has its `values` before a window, uint16
@@ -69,7 +70,7 @@ def view(request: ImageRequest) -> dict[str, Any]:
         "columns": columns,
         "frames": 1 if header is None else header.frames,
         "format": "image" if header is None else "DICOM",
-        "warning": doubt_of(header),
+        "warning": describe_doubt(header, models),
         "burned_in": None if header is None else header.burned_in,
         "header": {} if header is None else {name: getattr(header, name) for name in _SHOWN},
         "pixels": _base64(shown),
@@ -77,10 +78,13 @@ def view(request: ImageRequest) -> dict[str, Any]:
     }
 
 
-def describe(header: DicomHeader | None) -> dict[str, str | None]:
-    """Return modality and body part of an image, and why it is no chest radiograph, as JSON values."""
+def describe(header: DicomHeader | None, models: Mapping[str, Expected]) -> dict[str, str | None]:
+    """Return modality, body part and warning (`describe_doubt`) of an image, as JSON values."""
     names = ("modality", "body_part")
-    return {**{name: None if header is None else getattr(header, name) for name in names}, "warning": doubt_of(header)}
+    return {
+        **{name: None if header is None else getattr(header, name) for name in names},
+        "warning": describe_doubt(header, models),
+    }
 
 
 def _values(request: ImageRequest, header: DicomHeader | None, shown: np.ndarray) -> LinearValues | None:

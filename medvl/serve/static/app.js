@@ -146,7 +146,7 @@ function showFacts(view) {
   const fields = names.map((name) => view.header[name]).filter(Boolean);
   find("facts").textContent = [view.format, ...fields, `${view.columns} × ${view.rows} pixels`].join(" · ");
   find("other").hidden = !view.warning;
-  find("other").textContent = `No chest radiograph by its header (${view.warning}): models of chest radiographs give meaningless results.`;
+  find("other").textContent = view.warning ?? "";
   find("burned").hidden = view.burned_in !== true;
   find("frame-row").hidden = view.frames < 2;
   find("frame").max = String(view.frames);
