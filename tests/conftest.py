@@ -24,10 +24,13 @@ from helpers.learning import SEEDS, shift_seeds
 from helpers.mimic_files import IMAGES, LABELS, REPORTS, textured, write_csv_gz
 from helpers.object_store import Bucket, Proxy, proxied
 
+from medvl.cli.eval import options
 from medvl.data.privacy.deidentify import (
     Deidentifier,  # importing medvl puts in the torchvision hook, before timm or transformers
 )
 from medvl.data.storage import store
+from medvl.eval.core import publish
+from medvl.eval.core.results import Results
 from medvl.eval.html import plots
 from medvl.schema import FINDINGS
 
@@ -126,6 +129,25 @@ def _one_salt(tmp_path_factory: pytest.TempPathFactory) -> None:
 def _plots_name_their_fonts() -> None:
     """Embedding fonts in PDF costs more than the rest of a page; tests/eval/html/test_plots.py does it."""
     plots.FONTS["pdf.use14corefonts"] = True
+
+
+@pytest.fixture(autouse=True)
+def _announced_results(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every `medvl eval` command that a test runs names its data before the evaluation as its results do after it."""
+    settle, write, named = options.OutputFolder.settle, publish.publish, {}
+
+    def settle_and_keep(self: options.OutputFolder, **data: str | None) -> options.SettledFolder:
+        folder = settle(self, **data)
+        named[folder] = data
+        return folder
+
+    def compare_and_write(results: Results, folder: Path, **settings: Any) -> list[Path]:
+        hashes = {name: results.inputs[name] for name in ("manifest", "questions") if results.inputs.get(name)}
+        assert folder not in named or named.pop(folder) == hashes
+        return write(results, folder, **settings)
+
+    monkeypatch.setattr(options.OutputFolder, "settle", settle_and_keep)
+    monkeypatch.setattr(publish, "publish", compare_and_write)
 
 
 @pytest.fixture

@@ -144,14 +144,7 @@ def _run(command: str, arguments: list[str]) -> str | None:
     if command == "--version":
         return f"medvl {__version__}"
     if command in _GROUPS:
-        group = _GROUPS[command]
-        if arguments and not arguments[0].startswith("-") and arguments[0] not in group:
-            raise _unknown(f"{command} {arguments[0]}")
-        ranks = evaluation.joined_ranks(arguments[0]) if command == "eval" and arguments else nullcontext()
-        with ranks:
-            return tyro.extras.subcommand_cli_from_dict(
-                group, prog=f"medvl {command}", args=arguments, config=[tyro.conf.OmitArgPrefixes]
-            )
+        return _run_grouped(command, _GROUPS[command], arguments)
     if command in _COMMANDS:
         function = _COMMANDS[command]
         if command not in _WITH_FLAGS:
@@ -160,6 +153,18 @@ def _run(command: str, arguments: list[str]) -> str | None:
     if command in _RECIPE_COMMANDS:
         return _RECIPE_COMMANDS[command](arguments)
     raise _unknown(command)
+
+
+def _run_grouped(name: str, group: dict[str, Callable[..., Any]], arguments: list[str]) -> str | None:
+    """Run a command of a group. Its parser is its own, so that errors name `medvl GROUP COMMAND --help`."""
+    options = [tyro.conf.OmitArgPrefixes]
+    if not arguments or arguments[0].startswith("-"):
+        return tyro.extras.subcommand_cli_from_dict(group, prog=f"medvl {name}", args=arguments, config=options)
+    command, *rest = arguments
+    if command not in group:
+        raise _unknown(f"{name} {command}")
+    with evaluation.joined_ranks(command) if name == "eval" else nullcontext():
+        return tyro.cli(group[command], prog=f"medvl {name} {command}", args=rest, config=options)
 
 
 def _unknown(name: str) -> ConfigError:

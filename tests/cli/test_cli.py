@@ -3,6 +3,7 @@
 import errno
 import inspect
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -259,3 +260,23 @@ def test_a_comparison_of_nothing_is_refused(
     assert ended.value.code == 1
     assert capsys.readouterr().err == "medvl: expected runs or evaluations: medvl compare RUN RUN ...\n"
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("wrong", [["--no-such-option", "1"], ["a", "b", "--no-such-option", "c"], ["--out"]])
+@pytest.mark.parametrize("name", [name for name in cli.commands() if name not in ("train", "doctor")])
+def test_hint_after_a_wrong_option_names_the_command(
+    name: str, wrong: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`train` and `doctor` print their usage."""
+    status, text = ends([*name.split(), *wrong], capsys)
+    words = " ".join(re.sub(r"[^\w./<> -]", " ", text).split())
+    assert status == 2
+    assert set(re.findall(r"medvl [\w -]*?--help", words)) == {f"medvl {name} --help"}
+
+
+@pytest.mark.parametrize("group", ["phantom", "shards", "eval", "knowledge", "recipes", "cards"])
+def test_group_without_a_command_names_its_help(group: str, capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments in ([group], [group, "--wrong"]):
+        status, text = ends(arguments, capsys)
+        assert status == 2
+        assert f"medvl {group} --help" in text

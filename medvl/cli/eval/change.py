@@ -37,10 +37,11 @@ def change(
     sentences = load_change_prompts(prompts)
     advice = "give the checkpoint of a dual-encoder or of a classifier of change"
     name = "change" if folds is None else "change-probe"
-    folder = shared.folder(shared.checkpoint, name if use_prior else f"{name}-without-prior")
+    output = shared.folder(shared.checkpoint, name if use_prior else f"{name}-without-prior")
     model, source, read = open_evaluation(shared, System, advice)
     if not isinstance(model, DualEncoder | ChangeClassifier):
         raise unsupported_model(shared.checkpoint, model, advice)
+    folder = output.settle(manifest=source.fingerprint)
     result = change_classification(
         model,
         read(source, inputs=Inputs(prior_image=True)),

@@ -18,8 +18,9 @@ def classify(shared: EvalOptions, label: MeanOptions, *, valid: Path | None = No
     from medvl.models import LabelModel
 
     checkpoint, advice = shared.checkpoint, "train a classifier on it with recipes/linear_probe.py"
-    folder = shared.folder(checkpoint, "classify")
+    output = shared.folder(checkpoint, "classify")
     model, source, read = open_evaluation(shared, LabelModel, advice, text=True)
+    folder = output.settle(manifest=source.fingerprint)
     result = evaluate.classify(
         model,
         read(source),

@@ -34,8 +34,9 @@ def detection(
     from medvl.models import Detector
 
     checkpoint = shared.checkpoint
-    folder = shared.folder(checkpoint, "detection")
+    output = shared.folder(checkpoint, "detection")
     model, source, read = open_evaluation(shared, Detector, _ADVICE.format("detector", checkpoint, "detection"))
+    folder = output.settle(manifest=source.fingerprint)
     valid_loader = None if valid is None else read(open_source(valid, [checkpoint]))
     result = box_detection(
         model,
@@ -80,8 +81,9 @@ def segmentation(
     checkpoint = shared.checkpoint
     advice = _ADVICE.format("segmenter", checkpoint, "segmentation")
     kind: type[MaskModel] = MaskModel
-    folder = shared.folder(checkpoint, "segmentation")
+    output = shared.folder(checkpoint, "segmentation")
     model, source, read = open_evaluation(shared, kind, advice, text=True)
+    folder = output.settle(manifest=source.fingerprint)
     compared = other_texts if model.tokenizer is not None else ()
     result = mask_segmentation(
         model,

@@ -5,7 +5,7 @@ import functools
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from medvl.cli.eval.options import LabelOptions, RunOptions, publish_result
+from medvl.cli.eval.options import LabelOptions, OutputFolder, RunOptions, publish_result
 from medvl.errors import ConfigError
 from medvl.schema import ConventionsName
 
@@ -115,8 +115,11 @@ def generation(
         checkpoints=models.checkpoints(),
     )
     loaded, details = _models(models, opened[0], shared.device)
-    folder = shared.out or images.generated[0].with_name(f"{images.generated[0].name}-eval")
-    cache = comparison.cache or folder.parent / "features"
+    path, hashes = shared.out or images.generated[0].with_name(f"{images.generated[0].name}-eval"), _hashes(models)
+    evaluated = {"generator": lambda: opened[0].generation.generator, "checkpoint": lambda: hashes["checkpoint"]}
+    output = OutputFolder(path, evaluated, replace=shared.replace)
+    folder = output.settle(manifest=real.test.fingerprint)
+    cache = comparison.cache or path.parent / "features"
     result = evaluate_generation(
         opened,
         real,
@@ -125,7 +128,7 @@ def generation(
         synthetic_train=synthetic,
         options=_options(comparison, shared, label),
         loading=LoaderOptions(batch=shared.batch, workers=shared.workers, cache=cache),
-        inputs=_hashes(models),
+        inputs=hashes,
         details=details,
     )
     page = functools.partial(write_generation_page, result, examples=examples)

@@ -39,8 +39,9 @@ def grounding(
 
     checkpoint = shared.checkpoint
     rules = MapRules(unseen=unseen or "background", scale=scale or "unit") if unseen or scale else None
-    folder = shared.folder(checkpoint, "grounding")
+    output = shared.folder(checkpoint, "grounding")
     model, source, read = open_evaluation(shared, DualEncoder, "give the checkpoint of a dual-encoder", text=True)
+    folder = output.settle(manifest=source.fingerprint)
     result = phrase_grounding(
         model,
         read(source),

@@ -27,11 +27,12 @@ def masked_prediction(
     from medvl.eval.masked_prediction.page import write_masked_prediction_page
     from medvl.models.language.base import LanguageModel
 
-    folder = shared.folder(shared.checkpoint, "masked_prediction")
+    output = shared.folder(shared.checkpoint, "masked_prediction")
     model = load_model(shared.checkpoint, shared.device)
     if not isinstance(model, LanguageModel):
         raise unsupported_model(shared.checkpoint, model, "give a language model with a head for masked words")
     source = open_source(shared.data, [shared.checkpoint])
+    folder = output.settle(manifest=source.fingerprint)
     result = evaluate_masked_prediction(
         model,
         source,

@@ -18,8 +18,9 @@ def matching(shared: EvalOptions, *, sections: tuple[str, ...] = (), examples: i
     from medvl.eval.matching.page import write_matching_page
     from medvl.models import RetrievalModel, System
 
-    folder = shared.folder(shared.checkpoint, "matching")
+    output = shared.folder(shared.checkpoint, "matching")
     model, source, read = open_evaluation(shared, System, "give a dual-encoder or a fusion-encoder", text=True)
+    folder = output.settle(manifest=source.fingerprint)
     model = model.as_matcher() if isinstance(model, RetrievalModel) else model
     result = image_text_matching(
         model, read(source, sections=sections), resamples=shared.resamples, checkpoint=shared.checkpoint

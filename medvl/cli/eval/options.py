@@ -2,9 +2,10 @@
 
 import dataclasses
 import functools
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, NewType, Protocol, TypeVar
 
 from medvl.errors import ConfigError
 
@@ -50,7 +51,7 @@ class RunOptions:
     all: bool = False
     """print all rows; by default, those that fit on one screen"""
 
-    def folder(self, checkpoint: Path | None, task: str, *, hashed: bool = True) -> Path:
+    def folder(self, checkpoint: Path | None, task: str, *, hashed: bool = True) -> "OutputFolder":
         """Return the output folder. Called before an evaluation, so that its hours are not lost at its end.
 
         Args:
@@ -62,21 +63,68 @@ class RunOptions:
             ConfigError: neither a checkpoint nor --out is given.
             EvaluationError: the folder cannot be written, or holds results of another checkpoint without --replace.
         """
-        from medvl.eval.core.publish import check_output, default_folder
-        from medvl.eval.core.results import check_replaceable, checkpoint_sha256
+        from medvl.eval.core.publish import default_folder
+        from medvl.eval.core.results import checkpoint_sha256
 
         if checkpoint is None:
             if self.out is None:
                 message = "--encoder needs --out: there is no run to hold the results"
                 raise ConfigError(message, "missing", field="out")
-            check_output(self.out)
-            return self.out
-        folder = self.out or default_folder(checkpoint, task)
+            return OutputFolder(self.out, replace=self.replace)
+        kind = "predictions" if checkpoint.is_file() else "checkpoint"
+        model = {kind: functools.partial(checkpoint_sha256, checkpoint)} if hashed else {}
+        return OutputFolder(self.out or default_folder(checkpoint, task), model, replace=self.replace)
+
+
+SettledFolder = NewType("SettledFolder", Path)
+"""Folder that an evaluation on certain data may write."""
+
+
+class OutputFolder:
+    """Folder of the results of a model, before the data is known.
+
+    Args:
+        path: the folder.
+        model: input that names the evaluated model -> function that returns its hash.
+        replace: whether results of another model and of other data are replaced.
+
+    Raises EvaluationError where the folder cannot be written, or holds results of another model without `replace`.
+    """
+
+    def __init__(
+        self, path: Path, model: Mapping[str, Callable[[], str | None]] | None = None, *, replace: bool
+    ) -> None:
+        self.path, self._model, self._replace = path, dict(model or {}), replace
+        self._check(path)
+
+    def settle(self, **data: str | None) -> SettledFolder:
+        """Return the folder for results on this data, and print it. Called before an evaluation.
+
+        Without `replace`, results on other data stay, and these get a folder beside them.
+
+        Args:
+            data: hash of the data by its name in `Results.inputs`; none where the results hold no such hash.
+
+        Raises EvaluationError as the constructor, about the folder beside.
+        """
+        from medvl.common.ranks import rank_and_world
+        from medvl.eval.core.results import folder_for_data
+
+        folder = self.path if self._replace else folder_for_data(self.path, data)
+        if folder != self.path:
+            self._check(folder)
+        if rank_and_world()[0] == 0:
+            kept = "" if folder == self.path else f": {self.path} holds results on other data (--replace replaces them)"
+            print(f"medvl: results go to {folder}{kept}", file=sys.stderr, flush=True)
+        return SettledFolder(folder)
+
+    def _check(self, folder: Path) -> None:
+        from medvl.eval.core.publish import check_output
+        from medvl.eval.core.results import check_replaceable
+
         check_output(folder)
-        if hashed and not self.replace and (folder / "results.json").is_file():
-            kind = "predictions" if checkpoint.is_file() else "checkpoint"
-            check_replaceable(folder, {kind: checkpoint_sha256(checkpoint)})
-        return folder
+        if self._model and not self._replace and (folder / "results.json").is_file():
+            check_replaceable(folder, {name: digest() for name, digest in self._model.items()})
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -171,7 +219,7 @@ class MeanOptions(LabelOptions):
 
 def publish_result(
     result: EvaluationResult,
-    folder: Path,
+    folder: SettledFolder,
     write_page: "WritePage | None",
     model: str,
     data: "Manifest | str",
@@ -181,18 +229,15 @@ def publish_result(
 ) -> None:
     """Write the files of an evaluation, on rank 0; print the table (default: of all rows) and the paths.
 
-    Of the options, `all` prints what does not fit on one screen, and `replace` replaces results of another checkpoint
-    or of other data; without it, results of other data get a folder beside the earlier ones.
+    Of the options, `all` prints what does not fit on one screen, and `replace` replaces results of another checkpoint.
     """
     from medvl.common.ranks import rank_and_world
     from medvl.eval.core.publish import publish
-    from medvl.eval.core.results import folder_for_data, format_table
+    from medvl.eval.core.results import format_table
 
     if rank_and_world()[0] > 0:
         return
 
-    if not options.replace:
-        folder = folder_for_data(folder, result.results.inputs)
     paths = publish(
         result.results,
         folder,

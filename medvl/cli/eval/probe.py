@@ -66,8 +66,10 @@ def probe(
 
     probed = _open_encoder(image, test, shared.device)
     task = "probe_random" if image.random_encoder else "probe"
-    folder = shared.folder(image.checkpoint, task, hashed=not image.random_encoder)
-    features = functools.partial(_features, probed, cache or folder.parent / "features", shared, levels)
+    output = shared.folder(image.checkpoint, task, hashed=not image.random_encoder)
+    source = open_source(test)
+    folder = output.settle(manifest=source.fingerprint)
+    features = functools.partial(_features, probed, cache or output.path.parent / "features", shared, levels)
     result = linear_probe(
         features(train, synthetic=True),
         features(valid),
@@ -80,7 +82,6 @@ def probe(
         smallest_class=label.smallest_class,
         inputs=_hashes(image, probed),
     )
-    source = open_source(test)
     page = functools.partial(write_probe_page, result, pixels=source.pixels)
     publish_result(result, folder, page, probed.name, source.manifest, result.table(), options=shared)
 

@@ -138,12 +138,15 @@ def report_generation(
         conventions: what the labeler takes as present and as uncertain: as CheXpert's labeler; as it, with any
             borderline finding as uncertain; or as people who index reports, for whom a probable finding is present.
     """
+    from medvl.eval.core.open import open_source
     from medvl.eval.report_generation.evaluate import evaluate_reports
     from medvl.eval.report_generation.page import write_report_page
 
     if (checkpoint is None) == (predictions is None):
         raise ConfigError("give exactly one of --checkpoint and --predictions", "conflict", field="checkpoint")
-    folder = shared.folder(checkpoint or predictions, "report_generation")
+    output = shared.folder(checkpoint or predictions, "report_generation")
+    hashed = {} if checkpoint is None or data is None else {"manifest": open_source(data, [checkpoint]).fingerprint}
+    folder = output.settle(**hashed)
     if checkpoint is None:
         assert predictions is not None
         given = _from_file(predictions, data, sections)

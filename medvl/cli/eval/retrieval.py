@@ -29,10 +29,10 @@ def retrieval(shared: EvalOptions, *, rerank: Path | None = None, shortlist: int
     from medvl.models import DualEncoder, FusionModel, RetrievalModel
 
     checkpoint, resamples = shared.checkpoint, shared.resamples
-    folder = shared.folder(rerank or checkpoint, "retrieval")
+    output = shared.folder(rerank or checkpoint, "retrieval")
     advice = "give the checkpoint of a dual-encoder, and --rerank"
     model, source, read = open_evaluation(shared, DualEncoder, advice, text=True)
-    loader = read(source)
+    loader, folder = read(source), output.settle(manifest=source.fingerprint)
     if rerank is None:
         result = image_text_retrieval(model, loader, resamples=resamples, checkpoint=checkpoint, examples=_EXAMPLES)
     else:

@@ -26,14 +26,16 @@ def class_retrieval(shared: EvalOptions, *, candidates: Path | None = None, ks: 
     from medvl.models import DualEncoder
 
     fixed = None if candidates is None else RetrievalList.read(candidates)
-    folder = shared.folder(shared.checkpoint, "image_retrieval" if fixed is None else "class_retrieval")
+    output = shared.folder(shared.checkpoint, "image_retrieval" if fixed is None else "class_retrieval")
     model, source, read = open_evaluation(shared, DualEncoder, "give the checkpoint of a dual-encoder", text=True)
     resamples, checkpoint = shared.resamples, shared.checkpoint
     if fixed is None:
+        folder = output.settle(manifest=source.fingerprint)
         result = by_class.image_retrieval(model, read(source), ks=ks, resamples=resamples, checkpoint=checkpoint)
     else:  # a folder may hold a hundred times as many images as the list
         keys = fixed.keys
         listed = Subset(source, [position for position in range(len(source)) if source.key(position) in keys])
+        folder = output.settle(manifest=listed.fingerprint)
         result = by_class.class_retrieval(model, read(listed), fixed, ks=ks, resamples=resamples, checkpoint=checkpoint)
     page = functools.partial(write_class_retrieval_page, result.results)
     publish_result(result, folder, page, f"{model.name} ({checkpoint})", source.manifest, options=shared)

@@ -78,8 +78,9 @@ def robustness(
     sets = [load_prompts(name) for name in prompts]
     kind: type[System] = System
     model, source, read = open_evaluation(shared, kind, _ADVICE, text=not splits)
-    folder = shared.folder(shared.checkpoint, "robustness_probe" if splits else "robustness")
-    probe = _probe(model, read, splits, folder.parent / "features", label) if splits else None
+    output = shared.folder(shared.checkpoint, "robustness_probe" if splits else "robustness")
+    folder = output.settle(manifest=source.fingerprint)
+    probe = _probe(model, read, splits, output.path.parent / "features", label) if splits else None
     first = sets[0].name if sets else default_prompts(model)
     result = evaluate_robustness(
         model,

@@ -113,7 +113,8 @@ def text(
     if not names:
         raise ConfigError(f"{data} has no complete task; see data_cards/blurb.md", "not_found", field="data")
     outputs = RunOptions(out=out, replace=replace, all=all)
-    folder = outputs.folder(text.checkpoint, "text_random" if text.random_weights else "text", hashed=False)
+    output = outputs.folder(text.checkpoint, "text_random" if text.random_weights else "text", hashed=False)
+    folder = output.settle()
     encoder = _open_encoder(text, random=text.random_weights)
     other = _open_encoder(text, random=True) if compare_random else None
     where = resolve_device(device)

@@ -53,15 +53,17 @@ def vqa(
     rules, shards = get_protocol(protocol), open_source(data)
     if (checkpoint is None) == (predictions is None):
         raise ConfigError("give exactly one of --checkpoint and --predictions", "conflict", field="checkpoint")
-    folder = shared.folder(checkpoint or predictions, "vqa")
+    output = shared.folder(checkpoint or predictions, "vqa")
+    same_folder = train is None or train.resolve() == data.resolve()
+    questions = question_data([shards] if train is None or same_folder else [ShardSource(train), shards])
+    folder = output.settle(questions=questions.fingerprint)
     if checkpoint is not None:
         answers = _from_checkpoint(checkpoint, shards, split, rules, shared)
     else:
         assert predictions is not None
         answers = _from_file(predictions)
-    same_folder = train is None or train.resolve() == data.resolve()
     result = evaluate_answers(
-        question_data([shards] if train is None or same_folder else [ShardSource(train), shards]),
+        questions,
         answers.predictions,
         protocol=rules,
         split=split,

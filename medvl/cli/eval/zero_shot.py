@@ -34,11 +34,12 @@ def zero_shot(
     from medvl.eval.zero_shot_classification.prompts import load_prompts
 
     task = "zero_shot" if len(checkpoint) == 1 else "zero_shot_ensemble"
-    folder = shared.folder(checkpoint[0], task, hashed=len(checkpoint) == 1)
+    output = shared.folder(checkpoint[0], task, hashed=len(checkpoint) == 1)
     prompt_set, source = None if prompts is None else load_prompts(prompts), open_source(data, checkpoint)
     if prompt_set is not None:
         # errors of prompts and data come before the models are loaded
         evaluate.common_classes(prompt_set.for_labels(source.label_names, labels), source)
+    folder = output.settle(manifest=source.fingerprint)
     models = load_ensemble(checkpoint, shared.device)
     read = functools.partial(
         open_for_evaluation,

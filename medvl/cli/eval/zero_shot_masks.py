@@ -40,8 +40,9 @@ def zero_shot_masks(
     from medvl.models import DualEncoder
 
     checkpoint = shared.checkpoint
-    folder = shared.folder(checkpoint, "zero-shot-masks")
+    output = shared.folder(checkpoint, "zero-shot-masks")
     model, source, read = open_evaluation(shared, DualEncoder, "give the checkpoint of a dual-encoder", text=True)
+    folder = output.settle(manifest=source.fingerprint)
     result = evaluate.evaluate_zero_shot_masks(
         model,
         read(source),

@@ -3,6 +3,7 @@
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from medvl.eval import default_folder, read_results, write_results
 from medvl.eval.compare.compare import find_runs
 from medvl.eval.core.publish import check_output, publish
 from medvl.eval.core.results import Results, checkpoint_sha256
+from medvl.eval.retrieval import image_text
 from medvl.eval.zero_shot_classification import calibration
 from medvl.models import locate
 from medvl.models.checkpoint import save
@@ -107,6 +109,35 @@ def test_results_on_other_data_are_kept(home: Path, tmp_path: Path, capsys: pyte
     assert str(folders[1]) in capsys.readouterr().out
     cli.main(["eval", "retrieval", "--checkpoint", checkpoint, "--data", valid, *COMMON, "--replace"])
     assert read_results(folders[0]).inputs["manifest"] == manifests[1]
+
+
+def test_the_folder_is_announced_before_the_evaluation(
+    home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(home / "imported/a", tmp_path / "a", ignore=shutil.ignore_patterns("eval"))
+    shutil.copytree(home / "imported/b", tmp_path / "b", ignore=shutil.ignore_patterns("eval"))
+    out = tmp_path / "out"
+    evaluate(home, str(tmp_path / "a"), "--out", str(out))
+    assert f"medvl: results go to {out}\n" in capsys.readouterr().err
+    other = ["--data", str(home / "shards/validate"), *COMMON, "--out", str(out)]
+    aside = tmp_path / f"out-{ShardSource(home / 'shards/validate').fingerprint[:8]}"
+
+    def interrupt(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(image_text, "image_text_retrieval", interrupt)
+        with pytest.raises(SystemExit):
+            cli.main(["eval", "retrieval", "--checkpoint", str(tmp_path / "a"), *other])
+        expected = f"results go to {aside}: {out} holds results on other data (--replace replaces them)"
+        assert expected in capsys.readouterr().err
+        aside.mkdir()
+        write_results(RESULTS, aside)  # of another checkpoint
+        text = failed(["eval", "retrieval", "--checkpoint", str(tmp_path / "a"), *other], capsys)
+        assert f"{aside / 'results.json'} holds results of another checkpoint" in text
+        with pytest.raises(SystemExit):
+            cli.main(["eval", "retrieval", "--checkpoint", str(tmp_path / "a"), *other, "--replace"])
+        assert f"medvl: results go to {out}\n" in capsys.readouterr().err
 
 
 def test_results_are_written_over_others_on_request_only(tmp_path: Path) -> None:
