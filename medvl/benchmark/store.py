@@ -30,7 +30,7 @@ Weights = Literal["trained", "start"]
 State = Literal["finished", "failed", "to do"]
 COST, FAILURE, RUN, REFUSAL, SECONDS = "cost.json", "failure.json", "run.json", "refusal.json", "seconds.json"
 _RESULTS = "results.json"
-_PROTOCOL_VERSIONS = {"retrieval": 2, "reranking": 2, "reports": 2}
+_PROTOCOL_VERSIONS = {"matching": 2, "retrieval": 3, "reranking": 3, "reports": 3}
 """Versions above 1 of the protocols of tasks: an evaluation of an earlier one is repeated."""
 _T = TypeVar("_T")
 

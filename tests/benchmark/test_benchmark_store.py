@@ -27,6 +27,7 @@ from medvl.benchmark.store import (
 )
 from medvl.errors import ConfigError, EvaluationError, MedvlError
 from medvl.eval import GeneratedReport, MetricRow, Results, evaluate_reports, write_results
+from medvl.eval.matching import evaluate as matching
 from medvl.eval.report_generation import evaluate as report_generation
 from medvl.eval.retrieval import image_text, rerank
 
@@ -167,6 +168,7 @@ def test_a_record_that_was_cut_off_is_left_out(tmp_path: Path) -> None:
 def test_versions_of_protocols_are_those_of_the_evaluators() -> None:
     """An evaluation by an earlier version is repeated, and a command's is not compared with a later one."""
     versions = {"retrieval": image_text.PROTOCOL_VERSION, "reranking": rerank.PROTOCOL_VERSION}
+    versions |= {"matching": matching.PROTOCOL_VERSION}
     assert versions | {"reports": report_generation.PROTOCOL_VERSION} == _PROTOCOL_VERSIONS
 
 

@@ -1,6 +1,6 @@
 """Evaluation of generated images against real ones.
 
-Protocol "image_generation", version 1:
+Protocol "image_generation", version 2:
 
 * Real images are made square and shrunk like those of the generator, so that frame and resolution do not differ.
 * Prompted findings: a classifier that was trained on real images scores the generated ones; "auroc" compares the scores
@@ -67,7 +67,7 @@ from medvl.eval.probing.features import ProbedEncoder
 from medvl.models.dual_encoders.bases.base import DualEncoder
 from medvl.schema import ConventionsName
 
-PROTOCOL, PROTOCOL_VERSION = "image_generation", 1
+PROTOCOL, PROTOCOL_VERSION = "image_generation", 2
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

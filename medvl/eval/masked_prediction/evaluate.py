@@ -1,6 +1,6 @@
 """Masked prediction of a language model with a word head: one word of a report sentence is hidden and filled in.
 
-Protocol "masked_prediction", version 2:
+Protocol "masked_prediction", version 3:
 
 * Items are words of the sentences of reports that name a finding, a side, a severity or a negation (`words`); each is
   hidden alone, in its own copy of its sentence. Equal sentences count once. Words beyond the model's longest text, and
@@ -42,7 +42,7 @@ from medvl.eval.masked_prediction.words import HiddenWord, Sentences, hidden_wor
 from medvl.models.eval_mode import evaluating
 from medvl.models.language.base import LanguageModel
 
-PROTOCOL, PROTOCOL_VERSION = "masked_prediction", 2
+PROTOCOL, PROTOCOL_VERSION = "masked_prediction", 3
 KS = (1, 5)
 
 

@@ -1,6 +1,6 @@
 """Image-text matching: whether a model prefers an image's own text to another text, and to its own mirror.
 
-Protocol "image_text_matching", version 1:
+Protocol "image_text_matching", version 2:
 
 * An item is an image with a text. Its other text is the text of the next image, in the order of the data, of another
   patient with another text; white space is collapsed. Its mirror is its text with left and right exchanged, if it names
@@ -48,7 +48,7 @@ from medvl.models.eval_mode import evaluating
 from medvl.models.fusion_encoders.bases.base import FusionModel
 from medvl.schema import Sample
 
-PROTOCOL, PROTOCOL_VERSION = "image_text_matching", 1
+PROTOCOL, PROTOCOL_VERSION = "image_text_matching", 2
 OWN, OTHER, MIRROR = range(3)
 """Columns of the texts and scores of an image."""
 COLUMNS = ("own", "other", "mirror")

@@ -1,6 +1,6 @@
 """Report generation: generated reports against their references.
 
-Protocol "report_generation", version 2:
+Protocol "report_generation", version 3:
 
 * Every image with a reference is evaluated; an empty or truncated report stays in every denominator.
 * n-gram overlap (`nlg_metrics`) and clinical F1 (`clinical_f1`) compare complete, untruncated references.
@@ -40,7 +40,7 @@ AGAINST_LABELS = "against labels"
 """Subgroup of the rows that compare findings with the labels of the images; others have it behind their name."""
 REFERENCE = "reference, against labels"
 """Subgroup of the rows that compare the labeler's reading of the references with the labels of the images."""
-PROTOCOL, PROTOCOL_VERSION = "report_generation", 2
+PROTOCOL, PROTOCOL_VERSION = "report_generation", 3
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,6 +1,6 @@
 """Retrieval by class: precision of the nearest candidates with respect to the classes of the query.
 
-Protocol "class_retrieval", version 1, over candidates and queries that are fixed in a file
+Protocol "class_retrieval", version 2, over candidates and queries that are fixed in a file
 (`medvl.eval.retrieval.candidate_lists`), and "image_retrieval", version 1, over all images of a folder:
 
 * "precision@k" of a class is the share of a query's k nearest candidates that have it, averaged over the queries that
@@ -50,7 +50,8 @@ from medvl.eval.retrieval.similarity import Similarity, encode_images, take
 from medvl.models.eval_mode import evaluating
 from medvl.schema import Embeddings, Sample
 
-LIST_PROTOCOL, FOLDER_PROTOCOL, PROTOCOL_VERSION = "class_retrieval", "image_retrieval", 1
+LIST_PROTOCOL, LIST_VERSION = "class_retrieval", 2
+FOLDER_PROTOCOL, FOLDER_VERSION = "image_retrieval", 1
 KS = (5, 10, 50)
 _CHUNK = 256
 
@@ -177,7 +178,7 @@ def image_retrieval(
     queries = Queries("", precision, relevant_NL, [_query(sample) for sample in samples])
     results = Results(
         protocol=FOLDER_PROTOCOL,
-        protocol_version=PROTOCOL_VERSION,
+        protocol_version=FOLDER_VERSION,
         rows=queries.measure(kept, resamples=resamples, seed=seed),
         config={"ks": list(ks), "policy": dataclasses.asdict(policy), "resamples": resamples, "seed": seed},
         inputs=inputs,
@@ -239,7 +240,7 @@ def class_retrieval(
     chance_L = _relevance(retrieval_list.candidates, classes).mean(axis=0)
     results = Results(
         protocol=LIST_PROTOCOL,
-        protocol_version=PROTOCOL_VERSION,
+        protocol_version=LIST_VERSION,
         rows=tuple(row for one in directions for row in one.measure(classes, resamples=resamples, seed=seed)),
         config={"ks": list(ks), "list": retrieval_list.name, "resamples": resamples, "seed": seed},
         inputs={**inputs, "list": retrieval_list.sha256},

@@ -1,6 +1,6 @@
 """Image-text retrieval: the text of each image, and an image of each text.
 
-Protocol "image_text_retrieval", version 2:
+Protocol "image_text_retrieval", version 3:
 
 * Equal texts (after collapsing white space) are one candidate and one query; all their images are its positives.
 * Images without text are left out and counted.
@@ -37,7 +37,7 @@ from medvl.eval.retrieval.similarity import Similarity, encode_images, take
 from medvl.models.eval_mode import evaluating
 from medvl.schema import POSITIVE, Embeddings
 
-PROTOCOL, PROTOCOL_VERSION = "image_text_retrieval", 2
+PROTOCOL, PROTOCOL_VERSION = "image_text_retrieval", 3
 
 Ranks = tuple[NDArray[np.int64], NDArray[np.int64]]
 """(image_rank_N, text_rank_M), from 1."""

@@ -1,6 +1,6 @@
 """Re-ranked image-text retrieval: a fusion-encoder orders the shortlist that a dual-encoder makes for each query.
 
-Protocol "image_text_retrieval_reranked", version 2; queries, candidates, positives and intervals are those of
+Protocol "image_text_retrieval_reranked", version 3; queries, candidates, positives and intervals are those of
 "image_text_retrieval" (`medvl.eval.retrieval.image_text`):
 
 * The shortlist of a query are the candidates that the dual-encoder finds most similar. At equal similarity, positives
@@ -36,7 +36,7 @@ from medvl.models.fusion_encoders.bases.base import FusionModel
 from medvl.models.fusion_encoders.parts.encoder import Tokens, stack
 from medvl.schema import Batch, Embeddings
 
-PROTOCOL, PROTOCOL_VERSION = "image_text_retrieval_reranked", 2
+PROTOCOL, PROTOCOL_VERSION = "image_text_retrieval_reranked", 3
 
 _TEXTS = 256  # texts encoded at a time
 _PAIRS = 128  # pairs fused at a time

@@ -1,6 +1,6 @@
 """Robustness of a dual-encoder, fusion-encoder, classifier or linear probe, in one evaluation under one bootstrap.
 
-Protocol "robustness", version 2. The tests depend on what a model scores: findings (a dual-encoder by prompts, a
+Protocol "robustness", version 3. The tests depend on what a model scores: findings (a dual-encoder by prompts, a
 classifier), texts compared with images (a dual-encoder by similarity, a fusion-encoder by the log-odds of a match), or
 both.
 
@@ -60,7 +60,7 @@ from medvl.eval.zero_shot_classification.prompts import PromptSet, default_promp
 from medvl.models.base import System
 from medvl.models.eval_mode import evaluating
 
-PROTOCOL, PROTOCOL_VERSION = "robustness", 2
+PROTOCOL, PROTOCOL_VERSION = "robustness", 3
 MORE_PROMPTS = ("chexpert_pairs", "chexzero_template")
 """Prompt sets that are tested behind the model's own, where none are named."""
 

@@ -59,15 +59,28 @@ def hugging_face_dinov2(source: str) -> list[KeyRule]:
     ]
 
 
+def _fused_attention(source: str, inputs: str, target: str) -> list[KeyRule]:
+    """Return the rules of an attention of transformers, whose query, key and value are one matrix in timm.
+
+    Args:
+        source: its module.
+        inputs: name in it of the module of query, key and value.
+        target: block of timm.
+    """
+    return [
+        *(
+            keep(f"{source}.{inputs}.{name}.*", f"{target}.attn.qkv.*", part=(index, 3))
+            for index, name in enumerate(("query", "key", "value"))
+        ),
+        keep(f"{source}.output.dense.*", f"{target}.attn.proj.*"),
+    ]
+
+
 def hugging_face_dinov2_layers(source: str, target: str) -> list[KeyRule]:
     """Return the rules of layers of transformers' `Dinov2Encoder`; `target` names blocks of timm in medvl."""
     return [
         keep(f"{source}.*.norm1.*", f"{target}.*.norm1.*"),
-        *(
-            keep(f"{source}.*.attention.attention.{name}.*", f"{target}.*.attn.qkv.*", part=(index, 3))
-            for index, name in enumerate(("query", "key", "value"))
-        ),
-        keep(f"{source}.*.attention.output.dense.*", f"{target}.*.attn.proj.*"),
+        *_fused_attention(f"{source}.*.attention", "attention", f"{target}.*"),
         keep(f"{source}.*.layer_scale1.lambda1", f"{target}.*.ls1.gamma"),
         keep(f"{source}.*.norm2.*", f"{target}.*.norm2.*"),
         keep(f"{source}.*.mlp.fc1.*", f"{target}.*.mlp.fc1.*"),
@@ -106,11 +119,7 @@ def hugging_face_swin(source: str) -> list[KeyRule]:
         keep(f"{source}embeddings.norm.*", f"{IMAGE}patch_embed.norm.*"),
         fixed(f"{block}.attention.self.relative_position_index", window_index, "computed from the window size"),
         keep(f"{block}.attention.self.relative_position_bias_table", f"{target}.attn.relative_position_bias_table"),
-        *(
-            keep(f"{block}.attention.self.{name}.*", f"{target}.attn.qkv.*", part=(index, 3))
-            for index, name in enumerate(("query", "key", "value"))
-        ),
-        keep(f"{block}.attention.output.dense.*", f"{target}.attn.proj.*"),
+        *_fused_attention(f"{block}.attention", "self", target),
         keep(f"{block}.layernorm_before.*", f"{target}.norm1.*"),
         keep(f"{block}.layernorm_after.*", f"{target}.norm2.*"),
         keep(f"{block}.intermediate.dense.*", f"{target}.mlp.fc1.*"),
