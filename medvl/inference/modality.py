@@ -92,9 +92,9 @@ def describe_doubts(doubts: Sequence[str | None], expected: Expected) -> str | N
     if not kinds:
         return None
     counts = "; ".join(f"{count} {kind}" for kind, count in kinds.most_common(5)) + ("; ..." if len(kinds) > 5 else "")
-    return f"{kinds.total()} of {len(doubts)} images are no {expected.name} by their header ({counts}): " + _effect(
-        expected
-    )
+    found = f"{kinds.total()} of {len(doubts)} images are no {expected.name} by their header ({counts})"
+    assumed = "" if expected.recorded else "; the checkpoint does not record what all its training images show"
+    return f"{found}: a model trained on {expected.name} gives meaningless results for others{assumed}"
 
 
 def describe_doubt(header: DicomHeader | None, models: Mapping[str, Expected]) -> str | None:
@@ -102,20 +102,17 @@ def describe_doubt(header: DicomHeader | None, models: Mapping[str, Expected]) -
 
     Titles are named where the image is of the kind of some models and not of others.
     """
-    titles: dict[tuple[str, Expected], list[str]] = {}
+    titles: dict[tuple[str, str], list[str]] = {}
     for title, expected in models.items():
         doubt = expected.doubt(header)
         if doubt is not None:
-            titles.setdefault((doubt, expected), []).append(title)
-    sentences = []
-    for (doubt, expected), named in titles.items():
-        before = f"{', '.join(named)}: " if len(named) < len(models) else ""
-        sentences.append(
-            f"{before}By its header ({doubt}) the image is not one of {expected.name}: {_effect(expected)}."
-        )
+            titles.setdefault((doubt, expected.name), []).append(title)
+    sentences = [
+        f"{'' if len(named) == len(models) else ', '.join(named) + ': '}The header ({doubt}) is not that of {kind}, "
+        "which the results are meant for: here they are meaningless."
+        for (doubt, kind), named in titles.items()
+    ]
+    assumed = [title for named in titles.values() for title in named if not models[title].recorded]
+    if assumed:
+        sentences.append(f"Kinds of training images are not recorded, and assumed: {', '.join(assumed)}.")
     return " ".join(sentences) or None
-
-
-def _effect(expected: Expected) -> str:
-    assumed = "" if expected.recorded else "; the checkpoint does not record what all its training images show"
-    return f"a model trained on {expected.name} gives meaningless results for others{assumed}"

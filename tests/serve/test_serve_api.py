@@ -281,8 +281,8 @@ def test_other_machines_need_a_token() -> None:
 
 
 ASSUMED = (
-    "By its header (MR, BRAIN) the image is not one of chest radiographs: a model trained on chest radiographs gives "
-    "meaningless results for others; the checkpoint does not record what all its training images show."
+    "The header (MR, BRAIN) is not that of chest radiographs, which the results are meant for: here they are "
+    "meaningless. Kinds of training images are not recorded, and assumed: tiny."
 )
 
 

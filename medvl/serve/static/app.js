@@ -269,7 +269,9 @@ async function showMap(text, button) {
   });
   find("map-notes").replaceChildren(...failed);
   find("opacity").disabled = find("clear-map").disabled = !answer.models.some((model) => model.result);
-  say(viewer.panels.map((panel) => panel.note).filter(Boolean).join(" "));
+  const mapped = answer.models.filter((model) => model.result);
+  const places = mapped.map((model) => `${mapped.length > 1 ? `${model.title} ` : ""}highest in the ${model.result.place}`);
+  if (places.length) say(`Map of “${text}”: ${places.join("; ")}.`); // the captions have the values
   if (find("panels").getBoundingClientRect().bottom < 120) find("panels").scrollIntoView(); // on a phone it is far above
 }
 

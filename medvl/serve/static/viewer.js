@@ -92,7 +92,8 @@ export class Viewer {
       return canvas;
     });
     panel.peak = map.peak;
-    panel.note = `“${text}” is highest in the ${map.place} of the image (${map.low.toPrecision(2)} to ${map.high.toPrecision(2)}, mean ${map.mean.toPrecision(2)}).`;
+    const [low, high, mean] = [map.low, map.high, map.mean].map((value) => value.toPrecision(2).replace("-", "−"));
+    panel.note = `“${text}” is highest in the ${map.place} of the image (${low} to ${high}, mean ${mean}).`;
     this.paint();
   }
 
