@@ -107,12 +107,12 @@ def describe_doubt(header: DicomHeader | None, models: Mapping[str, Expected]) -
         doubt = expected.doubt(header)
         if doubt is not None:
             titles.setdefault((doubt, expected.name), []).append(title)
-    sentences = [
-        f"{'' if len(named) == len(models) else ', '.join(named) + ': '}The header ({doubt}) is not that of {kind}, "
-        "which the results are meant for: here they are meaningless."
-        for (doubt, kind), named in titles.items()
-    ]
+    sentences = []
+    for (doubt, kind), named in titles.items():
+        before = "" if len(named) == len(models) else f"{', '.join(named)}: "
+        sentences.append(f"{before}The header says {doubt}; models for {kind} give meaningless results here.")
     assumed = [title for named in titles.values() for title in named if not models[title].recorded]
     if assumed:
-        sentences.append(f"Kinds of training images are not recorded, and assumed: {', '.join(assumed)}.")
+        reason = "Assumed, because the checkpoint does not record its training images"
+        sentences.append(f"{reason}: {', '.join(assumed)}.")
     return " ".join(sentences) or None

@@ -281,8 +281,8 @@ def test_other_machines_need_a_token() -> None:
 
 
 ASSUMED = (
-    "The header (MR, BRAIN) is not that of chest radiographs, which the results are meant for: here they are "
-    "meaningless. Kinds of training images are not recorded, and assumed: tiny."
+    "The header says MR, BRAIN; models for chest radiographs give meaningless results here. Assumed, because the "
+    "checkpoint does not record its training images: tiny."
 )
 
 

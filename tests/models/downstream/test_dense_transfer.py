@@ -120,9 +120,7 @@ def trained(
     seed = seed_of()
     if seed not in runs:
         runs[seed] = {
-            "boxes": fit_squares(
-                "boxes", shards, tmp_path_factory.mktemp("boxes"), DetectionEval, "detection/ap@0.4"
-            ),
+            "boxes": fit_squares("boxes", shards, tmp_path_factory.mktemp("boxes"), DetectionEval, "detection/ap@0.4"),
             "masks": fit_squares(
                 "masks", shards, tmp_path_factory.mktemp("masks"), SegmentationEval, "segmentation/dice_masked"
             ),
