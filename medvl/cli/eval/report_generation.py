@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
-from medvl.cli.eval.options import RunOptions, publish_result
+from medvl.cli.eval.options import OutputFolder, RunOptions, SettledFolder, publish_result
 from medvl.common.files import sha256
 from medvl.errors import ConfigError
 from medvl.schema import ConventionsName
@@ -102,6 +102,8 @@ class _Reports:
     name: str
     config: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     inputs: Mapping[str, str | None]
+    folder: SettledFolder
+    """Folder of the results."""
     data: "Manifest | str"
     details: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
@@ -138,20 +140,17 @@ def report_generation(
         conventions: what the labeler takes as present and as uncertain: as CheXpert's labeler; as it, with any
             borderline finding as uncertain; or as people who index reports, for whom a probable finding is present.
     """
-    from medvl.eval.core.open import open_source
     from medvl.eval.report_generation.evaluate import evaluate_reports
     from medvl.eval.report_generation.page import write_report_page
 
     if (checkpoint is None) == (predictions is None):
         raise ConfigError("give exactly one of --checkpoint and --predictions", "conflict", field="checkpoint")
     output = shared.folder(checkpoint or predictions, "report_generation")
-    hashed = {} if checkpoint is None or data is None else {"manifest": open_source(data, [checkpoint]).fingerprint}
-    folder = output.settle(**hashed)
     if checkpoint is None:
         assert predictions is not None
-        given = _from_file(predictions, data, sections)
+        given = _from_file(predictions, data, output, sections)
     else:
-        given = _from_checkpoint(checkpoint, data, shared, decoding, sections, phantom_truth, conventions)
+        given = _from_checkpoint(checkpoint, data, output, shared, decoding, sections, phantom_truth, conventions)
     result = evaluate_reports(
         given.reports,
         others=given.others,
@@ -164,10 +163,10 @@ def report_generation(
         details=given.details,
     )
     page = functools.partial(write_report_page, result)
-    publish_result(result, folder, page, given.name, given.data, result.table(), options=shared)
+    publish_result(result, given.folder, page, given.name, given.data, result.table(), options=shared)
 
 
-def _from_file(predictions: Path, data: Path | None, sections: tuple[str, ...]) -> _Reports:
+def _from_file(predictions: Path, data: Path | None, output: OutputFolder, sections: tuple[str, ...]) -> _Reports:
     from medvl.eval.core.open import open_source
     from medvl.eval.report_generation.read_reports import read_reports, references_of
 
@@ -177,6 +176,7 @@ def _from_file(predictions: Path, data: Path | None, sections: tuple[str, ...]) 
         reports=read_reports(predictions, references),
         name=str(predictions),
         inputs={"predictions": sha256(predictions)},
+        folder=output.settle(),
         data=str(predictions) if source is None else source.manifest,
     )
 
@@ -184,6 +184,7 @@ def _from_file(predictions: Path, data: Path | None, sections: tuple[str, ...]) 
 def _from_checkpoint(
     checkpoint: Path,
     data: Path | None,
+    output: OutputFolder,
     shared: RunOptions,
     decoding: DecodingOptions,
     sections: tuple[str, ...],
@@ -203,6 +204,7 @@ def _from_checkpoint(
     if not isinstance(model, ReportWriter):
         raise unsupported_model(checkpoint, model, "give the checkpoint of an R2Gen or a MedViLL")
     source = open_source(data, [checkpoint])
+    folder = output.settle(manifest=source.fingerprint)
     loader = open_for_evaluation(
         source,
         model.transform,
@@ -226,6 +228,7 @@ def _from_checkpoint(
             "model": model.name,
         },
         inputs=input_hashes(checkpoint, manifest=loader),
+        folder=folder,
         data=source.manifest,
         details={
             "without_reference": len(loader.source) - len(reports),
