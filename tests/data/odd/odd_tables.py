@@ -108,3 +108,9 @@ SPARSE = workbook(row(1, "Image", "Description") + row(1_048_576, "a.png", "A te
 """Two rows, a million apart."""
 MANY_CELLS = workbook(row(1, "Image", "Description") + "".join(row(n, *"x" * 200) for n in range(2, 1400)))
 MANY_BYTES = workbook(row(1, "Image", "Description") + row(2, "a", "b") * 200_000)
+MANY_TAGS: Mapping[str, str] = {
+    "empty cells": "<row>" + "<c/>" * 1_320_000 + "</row>",
+    "unknown elements": "<x/>" * 1_320_000,
+    "empty runs of text": "<row>" + '<c t="inlineStr"><is><r/><r/><r/></is></c>' * 190_000 + "</row>",
+}
+"""Name -> rows in XML that take as long to read as cells with content, and have none."""

@@ -6,11 +6,13 @@ mended.
 
 import csv
 import dataclasses
+import gzip
 import json
 import re
 import subprocess
 import sys
 import tarfile
+import time
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
@@ -43,7 +45,11 @@ from medvl.data import (
     split_sentences,
     statements_of,
 )
+from medvl.data.corpora import table as own_table
 from medvl.data.corpora.common.spreadsheet import read_sheet
+from medvl.data.corpora.common.tables import FREE_LINES
+from medvl.data.corpora.table import TableColumns
+from medvl.data.privacy.deidentify import Deidentifier
 from medvl.data.reports.cleaning import first_text
 from medvl.data.shards.format import Manifest, split_folders
 from medvl.data.shards.source import ShardSource
@@ -295,9 +301,26 @@ def test_tables_that_unpack_to_too_much_are_refused(tmp_path: Path, capsys: pyte
         (tmp_path / f"{name}.xlsx").write_bytes(content)
         with raises(CorpusError, "too_large", names=f"{name}.xlsx"):
             list(read_sheet(tmp_path / f"{name}.xlsx", ["Image"], ANYWHERE))
+    for name, rows_of_tags in odd_tables.MANY_TAGS.items():
+        (tmp_path / "tags.xlsx").write_bytes(odd_tables.workbook(rows_of_tags))
+        with raises(CorpusError, "too_large", names="more than 1310720 tags"):
+            pytest.fail(f"{name}: {len(list(read_sheet(tmp_path / 'tags.xlsx', ['Image'], ANYWHERE)))} rows")
     (tmp_path / "sparse.xlsx").write_bytes(odd_tables.SPARSE)
     rows = list(read_sheet(tmp_path / "sparse.xlsx", ["Image"], ANYWHERE))
     assert rows == [{"Image": "a.png", "Description": "A text."}]
+
+
+@pytest.mark.parametrize("line", [b"a.png,1,x\n", b"\n", b"\r", b",,\r\n", b"a.png\n"])
+def test_packed_tables_of_too_many_lines_are_refused_soon(tmp_path: Path, line: bytes, deid: Deidentifier) -> None:
+    path, header = tmp_path / "rows.csv.gz", b"image,patient,text\n"
+    path.write_bytes(gzip.compress(header + line * (FREE_LINES + 1)))
+    columns = TableColumns(image_column="image", patient_column="patient")
+    start = time.process_time()
+    with raises(CorpusError, "too_large", names=f"more than {FREE_LINES} lines"):
+        own_table.plan(path, columns, deid)
+    assert time.process_time() - start < 10
+    path.write_bytes(gzip.compress(header + b"a.png,1,x\n" + b"\n" * (FREE_LINES - 9)))
+    assert own_table.plan(path, columns, deid).rows.kept == 1
 
 
 def test_rows_that_are_filtered_out_are_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

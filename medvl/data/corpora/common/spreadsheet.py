@@ -22,9 +22,12 @@ MAX_UNPACKED_BYTES = 1 << 26
 """Largest accepted unpacked workbook; LViT's tables have under 2 MB."""
 MAX_ROWS, MAX_COLUMNS = 1 << 20, 256
 """Rows of the largest sheet that spreadsheets write; columns that are read."""
-FREE_CELLS = 1 << 18
-"""Cells with content that any workbook may have: four seconds of reading. A larger one may have one for every two of
+FREE_CELLS = 1 << 17
+"""Cells with content that any workbook may have: two seconds of reading. A larger one may have one for every two of
 its bytes; spreadsheets write five bytes and more for a cell."""
+TAGS_A_CELL = 10
+"""Tags that a workbook may have for each of these cells: a cell with a shared string has eight. Empty cells and unknown
+elements take as long to read as others."""
 
 
 def read_sheet(path: Path, required: Iterable[str], folders: InputFolders) -> Iterator[dict[str, str]]:
@@ -60,11 +63,22 @@ _FAILURES = (AttributeError, IndexError, KeyError, NotImplementedError, RuntimeE
 
 def _check_size(path: Path, file: BinaryIO) -> None:
     with zipfile.ZipFile(file) as book:  # zipfile reads no more of a part than the size that it states
-        size = sum(part.file_size for part in book.infolist())
-    limit = min(MAX_UNPACKED_BYTES, FREE_BYTES // 2 + MAX_RATIO * os.fstat(file.fileno()).st_size)
-    if size > limit:
-        message = f"{path} has {size} bytes when unpacked, over the limit of {limit} for its size; save it as CSV"
-        raise CorpusError(message, "too_large")
+        parts = book.infolist()
+        size = sum(part.file_size for part in parts)
+        limit = min(MAX_UNPACKED_BYTES, FREE_BYTES // 2 + MAX_RATIO * os.fstat(file.fileno()).st_size)
+        if size > limit:
+            message = f"{path} has {size} bytes when unpacked, over the limit of {limit} for its size; save it as CSV"
+            raise CorpusError(message, "too_large")
+        tags = sum(book.read(part).count(b"<") for part in parts)
+    most = TAGS_A_CELL * _most_cells(file)
+    if tags > most:
+        raise CorpusError(
+            f"{path} has more than {most} tags of XML, too many for its size; save it as CSV", "too_large"
+        )
+
+
+def _most_cells(file: BinaryIO) -> int:
+    return max(FREE_CELLS, os.fstat(file.fileno()).st_size // 2)
 
 
 def _rows(path: Path, file: BinaryIO) -> Iterator[dict[int, str]]:
@@ -74,7 +88,7 @@ def _rows(path: Path, file: BinaryIO) -> Iterator[dict[int, str]]:
     book: Any = openpyxl.load_workbook(file, read_only=True, data_only=True, keep_links=False)
     sheet = book.worksheets[0]
     sheet.reset_dimensions()  # the file states them, and may be wrong
-    cells, most = 0, max(FREE_CELLS, os.fstat(file.fileno()).st_size // 2)
+    cells, most = 0, _most_cells(file)
     for row in sheet.iter_rows(max_row=MAX_ROWS, max_col=MAX_COLUMNS, values_only=True):
         if row.count(None) < len(row):  # before a row with a large number, openpyxl yields empty ones
             texts = {column: str(value) for column, value in enumerate(row) if value not in (None, "")}

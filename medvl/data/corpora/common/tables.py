@@ -36,6 +36,9 @@ MAX_COLUMNS = 1 << 14
 """Largest accepted number of columns of a CSV table, that of spreadsheets."""
 MAX_RATIO, FREE_BYTES = 100, 1 << 24
 """A gzip file or workbook may unpack to `MAX_RATIO` times its size and `FREE_BYTES`; tables reach a ratio of 40."""
+FREE_LINES = 1 << 17
+"""Lines that any gzip file may have: six seconds of reading as rows. A larger one may have one for every two of its
+bytes; numbered rows take more than two."""
 
 _SEPARATORS = (",", ";", "\t", "|")
 _SEPARATOR_LINE = re.compile(r"\"?sep=(.)\"?\s*", re.IGNORECASE)
@@ -335,11 +338,13 @@ def _other_encoding(path: Path, guess: str) -> CorpusError:
 
 
 class _Unpacked(io.RawIOBase):
-    """Content of a gzip file, up to a multiple of its size."""
+    """Content of a gzip file, up to multiples of its size in bytes and lines."""
 
     def __init__(self, path: Path, file: BinaryIO) -> None:
         self._path, self._content = path, gzip.GzipFile(fileobj=file)
-        self._left = FREE_BYTES + MAX_RATIO * os.fstat(file.fileno()).st_size
+        size = os.fstat(file.fileno()).st_size
+        self._left = FREE_BYTES + MAX_RATIO * size
+        self._most_lines = self._lines_left = max(FREE_LINES, size // 2)
 
     def readable(self) -> bool:
         return True
@@ -350,6 +355,11 @@ class _Unpacked(io.RawIOBase):
         if self._left < 0:
             advice = "unpack it with gunzip if you trust it"
             raise CorpusError(f"{self._path} unpacks to more than {MAX_RATIO} times its size; {advice}", "too_large")
+        self._lines_left -= max(data.count(b"\n"), data.count(b"\r"))
+        if self._lines_left < 0:
+            advice = "unpack it with gunzip if you trust it"
+            message = f"{self._path} has more than {self._most_lines} lines, too many for its size; {advice}"
+            raise CorpusError(message, "too_large")
         buffer[: len(data)] = data
         return len(data)
 
