@@ -19,7 +19,7 @@ reveal_type(medvl.eval.zero_shot)
 reveal_type(medvl.data.open_loader)
 medvl.create_model(3.5)
 train(learning_rate=1.0)
-medvl.load("runs/convirt/best").no_such_method()
+train().no_such_result
 open_loader("shards")
 zero_shot(loader=3)
 """
@@ -30,13 +30,14 @@ REVEALED = {  # line -> part of the type
     10: r"def \(.*PromptSet.*ZeroShotResult",
     11: r"def \(.*batch: (builtins\.)?int.*Loader",
 }
-ERRORS = {12: "arg-type", 13: "call-arg", 14: "operator", 15: "call-arg", 16: "call-arg"}
+ERRORS = {12: "arg-type", 13: "call-arg", 14: "attr-defined", 15: "call-arg", 16: "call-arg"}
 
 
 def test_mypy_of_an_outside_script_sees_the_types(tmp_path: Path) -> None:
     script = tmp_path / "outside.py"
     script.write_text(SCRIPT)
-    command = [sys.executable, "-m", "mypy", "--no-error-summary", str(script)]
+    quick = ("--no-site-packages", "--ignore-missing-imports")  # no types of torch, whose analysis takes a minute
+    command = [sys.executable, "-m", "mypy", "--no-error-summary", *quick, "--cache-dir", str(tmp_path), str(script)]
     run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600, check=False)
     lines: dict[int, str] = {}
     for number, text in re.findall(r"outside\.py:(\d+): (.*)$", run.stdout, re.MULTILINE):
