@@ -12,12 +12,15 @@ os.environ["PYTHONPATH"] = os.pathsep.join(
 )  # children import helpers
 # Containers set this so that images stay small; every process that starts from here would compile torch anew.
 os.environ["PYTHONDONTWRITEBYTECODE"] = ""
+# Plots in PDF name their fonts: embedding them costs more than the rest of a page (tests/eval/html/test_plots.py does).
+os.environ["MATPLOTLIBRC"] = str(Path(__file__).with_name("matplotlibrc"))
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("NO_ALBUMENTATIONS_UPDATE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import cv2
 import fsspec
+import hypothesis
 import pytest
 import torch
 from helpers.learning import SEEDS, shift_seeds
@@ -31,9 +34,11 @@ from medvl.data.privacy.deidentify import (
 from medvl.data.storage import store
 from medvl.eval.core import publish
 from medvl.eval.core.results import Results
-from medvl.eval.html import plots
 from medvl.schema import FINDINGS
 
+# A machine that does other things as well is slow, and no input is at fault.
+hypothesis.settings.register_profile("shared", suppress_health_check=[hypothesis.HealthCheck.too_slow])
+hypothesis.settings.load_profile("shared")
 torch.set_num_threads(int(os.environ.get("MEDVL_TEST_THREADS", "1")))
 
 
@@ -123,12 +128,6 @@ def _one_salt(tmp_path_factory: pytest.TempPathFactory) -> None:
     path.write_text(SALT.hex() + "\n")
     path.chmod(0o600)
     os.environ["MEDVL_SALT_FILE"] = str(path)
-
-
-@pytest.fixture(scope="session", autouse=True)
-def _plots_name_their_fonts() -> None:
-    """Embedding fonts in PDF costs more than the rest of a page; tests/eval/html/test_plots.py does it."""
-    plots.FONTS["pdf.use14corefonts"] = True
 
 
 @pytest.fixture(autouse=True)

@@ -3,7 +3,7 @@
 import dataclasses
 import io
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -17,8 +17,6 @@ if TYPE_CHECKING:
 POSITIVE_COLOR, NEGATIVE_COLOR, LINE_COLOR, GREY = "#c2410c", "#64748b", "#1d4ed8", "#94a3b8"
 LINE_COLORS = ("#1d4ed8", "#c2410c", "#15803d", "#7e22ce", "#0e7490", "#be185d", "#a16207")
 _ROUNDING = 1e-12  # scores within this share of each other are equal but for rounding
-FONTS: dict[Any, Any] = {"svg.fonttype": "none", "svg.hashsalt": "medvl", "pdf.fonttype": 42}
-"""Matplotlib's settings for files: text stays text, and a PDF has its fonts, as TrueType."""
 _INCHES, _DPI = (2.9, 2.5), 200  # the resolution is that of images within a plot
 
 
@@ -53,7 +51,8 @@ def _finish(name: str, figure: "Figure", axes: "Axes", x: str, y: str, *, color_
     axes.set_xlabel(x, fontsize=8, color="#334155")
     axes.set_ylabel(y, fontsize=8, color="#334155")
     files = []
-    with matplotlib.rc_context(FONTS):
+    text_stays_text = {"svg.fonttype": "none", "svg.hashsalt": "medvl", "pdf.fonttype": 42}
+    with matplotlib.rc_context(text_stays_text):
         for kind, dated in (("svg", "Date"), ("pdf", "CreationDate")):
             buffer = io.BytesIO()
             figure.savefig(buffer, format=kind, metadata={dated: None}, transparent=True)
