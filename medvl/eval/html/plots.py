@@ -51,8 +51,9 @@ def _finish(name: str, figure: "Figure", axes: "Axes", x: str, y: str, *, color_
     axes.set_xlabel(x, fontsize=8, color="#334155")
     axes.set_ylabel(y, fontsize=8, color="#334155")
     files = []
-    text_stays_text = {"svg.fonttype": "none", "svg.hashsalt": "medvl", "pdf.fonttype": 42}
-    with matplotlib.rc_context(text_stays_text):
+    with matplotlib.rc_context(
+        {"svg.fonttype": "none", "svg.hashsalt": "medvl", "pdf.fonttype": 42}
+    ):  # text stays text
         for kind, dated in (("svg", "Date"), ("pdf", "CreationDate")):
             buffer = io.BytesIO()
             figure.savefig(buffer, format=kind, metadata={dated: None}, transparent=True)
