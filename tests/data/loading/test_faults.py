@@ -19,6 +19,7 @@ from helpers import workers
 from helpers.errors import raises
 from helpers.shard_plans import OPTIONS, make_plan
 
+from medvl.common.interrupts import signals_blocked
 from medvl.data.convert.options import ShardRun
 from medvl.data.convert.pipeline import write_shards
 from medvl.data.loading.loader import Loader, open_loader
@@ -162,7 +163,8 @@ def test_workers_know_their_parent_however_they_are_started(method: Any) -> None
     context: Any = multiprocessing.get_context(method)
     ready = context.Event()
     worker = context.Process(target=workers.wait, args=(ready,))
-    worker.start()
+    with signals_blocked():  # as a loader starts its workers: libraries start threads during their imports
+        worker.start()
     assert ready.wait(60)
     subprocess.run(["kill", "-TERM", str(worker.pid)], check=True)  # from another process
     worker.join(0.3)
