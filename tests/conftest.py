@@ -43,16 +43,16 @@ torch.set_num_threads(int(os.environ.get("MEDVL_TEST_THREADS", "1")))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip tests on a GPU where there is none, and put the files with slow tests first.
+    """Skip tests on a GPU where there is none; put the files with slow tests first, and then those of the whole project.
 
-    Otherwise one process would run the last of the slow tests while the others have ended.
+    Otherwise one process would run the last of the long files while the others have ended.
     """
     if not torch.cuda.is_available():
         for item in items:
             if item.get_closest_marker("gpu"):
                 item.add_marker(pytest.mark.skip(reason="needs a GPU: torch.cuda.is_available() is False"))
     slow = {item.path for item in items if item.get_closest_marker("slow")}
-    items.sort(key=lambda item: item.path not in slow)
+    items.sort(key=lambda item: (item.path not in slow, item.path.parent != Path(__file__).parent))
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
