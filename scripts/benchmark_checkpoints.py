@@ -25,11 +25,10 @@ from medvl.train import OptimConfig
 
 # Internals on purpose: the benchmark times parts of a checkpoint alone.
 from medvl.train.fault_tolerance import checkpoint
-from medvl.train.fault_tolerance.checkpoint import Checkpoints
-from medvl.train.fault_tolerance.checkpoint_parts import save_parts
+from medvl.train.fault_tolerance.checkpoint import Checkpoints, save_parts
 from medvl.train.optim.optimizer import build_optimizer, optimizer_tensors
 from medvl.train.parallel.distributed import RankInfo, join
-from medvl.train.parallel.fsdp import FSDPModel
+from medvl.train.parallel.model import FSDPModel
 
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 _LAYERS = 8

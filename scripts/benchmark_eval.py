@@ -21,7 +21,7 @@ from medvl.eval import bootstrap_auroc, bootstrap_average_precision
 
 # Internals on purpose: parts of the evaluators are timed alone.
 from medvl.eval.core import bootstrap
-from medvl.eval.core.curves import roc_curve
+from medvl.eval.core.bootstrap import roc_curve
 from medvl.eval.retrieval.image_text import retrieval_ranks
 from medvl.schema import Embeddings
 

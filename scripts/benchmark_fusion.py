@@ -22,13 +22,13 @@ from torch.utils.flop_counter import FlopCounterMode
 
 # Internals on purpose: the published forms are rebuilt from parts of the model.
 from medvl.eval.retrieval.rerank import Encoded, match_scores
-from medvl.losses.masked.mim import mask_patches, patchify
+from medvl.losses.masked import mask_patches, patchify
 from medvl.losses.pairs.itm import MatchingPairs
 from medvl.models import M3AE, M3AEConfig
+from medvl.models.base import MaskedWords
 from medvl.models.fusion_encoders.objectives.base import Corruption
 from medvl.models.fusion_encoders.objectives.patches import PatchPredictions
 from medvl.models.fusion_encoders.parts.encoder import Tokens
-from medvl.models.masked_words import MaskedWords
 from medvl.schema import Batch
 
 SIZES = {

@@ -24,7 +24,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from medvl.models import MedViLL, MedViLLConfig, R2Gen, R2GenConfig
 
 # Internals on purpose: the released form is rebuilt from parts of the model.
-from medvl.models.fusion_encoders.bases.joint_bert import MaskWriter, image_block
+from medvl.models.fusion_encoders.medvill import MaskWriter, image_block
 from medvl.models.fusion_encoders.parts.encoder import Tokens
 
 SIZES = {

@@ -22,9 +22,8 @@ import torch
 
 from medvl.benchmark import Store, plan_runs, read_benchmark
 from medvl.benchmark.execute import prepare_run  # internals on purpose: a run without its training
-from medvl.benchmark.run import Run
-from medvl.benchmark.settings import RUN
-from medvl.common.heap import keep_freed_memory
+from medvl.benchmark.settings import RUN, Run
+from medvl.common.process import keep_freed_memory
 from medvl.encoders import TextEncoder
 from medvl.models.fusion_encoders.parts.encoder import DualStream
 

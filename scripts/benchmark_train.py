@@ -48,16 +48,11 @@ from medvl.schema import Batch
 from medvl.train import OptimConfig, Run, TrainConfig
 
 # Internals on purpose: the benchmark times parts of the training loop alone.
-from medvl.train.doctor.diagnosis import describe
-from medvl.train.doctor.examine import examine
-from medvl.train.doctor.timers import synchronize
+from medvl.train.doctor.examine import describe, examine, synchronize
 from medvl.train.loop.step import Step
-from medvl.train.optim.optimizer import build_optimizer
-from medvl.train.optim.precision import Precision
-from medvl.train.parallel.batches import BatchStream
-from medvl.train.parallel.distributed import RankInfo, join
+from medvl.train.optim.optimizer import Precision, build_optimizer
+from medvl.train.parallel.distributed import BatchStream, RankInfo, join, side_stream
 from medvl.train.parallel.model import DDPModel
-from medvl.train.parallel.prefetch import side_stream
 from medvl.train.tasks.pretraining import DataConfig, open_data
 
 SMALL_IMAGE = {"embed_dim": 128, "patch_size": 16, "width": 192, "layers": 4, "head_width": 64}

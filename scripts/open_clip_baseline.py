@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 # Internals on purpose: both contenders run with the same device and precision code.
-from medvl.train.optim.precision import Precision
+from medvl.train.optim.optimizer import Precision
 from medvl.train.parallel.distributed import RankInfo
 
 SMALL: dict[str, Any] = {

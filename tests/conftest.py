@@ -28,11 +28,9 @@ from helpers.mimic_files import IMAGES, LABELS, REPORTS, textured, write_csv_gz
 from helpers.object_store import Bucket, Proxy, proxied
 
 from medvl.cli.eval import options
-from medvl.data.privacy.deidentify import (
-    Deidentifier,  # importing medvl puts in the torchvision hook, before timm or transformers
-)
+from medvl.data.privacy import Deidentifier
 from medvl.data.storage import store
-from medvl.eval.core import publish
+from medvl.eval.core import results as publish
 from medvl.eval.core.results import Results
 from medvl.schema import FINDINGS
 

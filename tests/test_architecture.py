@@ -308,11 +308,13 @@ def test_rooms_have_at_most_twenty_files() -> None:
 
 @for_files(SOURCES + SCRIPTS)
 def test_files_and_functions_are_short(path: Path) -> None:
-    assert len(path.read_text().splitlines()) <= (150 if path.parent.name == "recipes" else 600)
+    """The docstring of a function is not counted."""
+    assert len(path.read_text().splitlines()) <= (200 if path.parent.name == "recipes" else 600)
     for node in ast.walk(parse(path)):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             assert node.end_lineno is not None
-            assert node.end_lineno - node.lineno < 80, f"{node.name} is too long"
+            first = node.body[1] if ast.get_docstring(node) and len(node.body) > 1 else node.body[0]
+            assert node.end_lineno - first.lineno < 80, f"{node.name} is too long"
 
 
 def undocumented(body: list[ast.stmt]) -> Iterator[str]:
@@ -330,27 +332,16 @@ def test_public_functions_have_docstrings() -> None:
     assert {path: names for path, names in lacking.items() if names} == {}
 
 
-SHORT = ("vilt", "pixelbert", "visualbert", "uniter")
-FUSED = ("arl", "berthop", "lxmert", "m2i2", "mixed", "mumc", "ptunifier", "streams")
-STATEMENTS = ("radzero", "carzero", "cxrclip", "medklip", "kad", "mavl", "mrm")
-SURVEY = ("medclip", "mgca", "lovt", "biovil", "biovil_t", "bfspr", "mutual_info", "umrl")
-SYSTEM_LINES = {
-    "gloria": 150,
-    "clip chexzero": 150,
-    "albef": 200,
-    "medvill": 200,
-    **dict.fromkeys(SHORT, 100),
-    **dict.fromkeys((*SURVEY, *STATEMENTS), 120),
-    **dict.fromkeys(FUSED, 150),
-    "r2gen": 150,
-}
-
-
-@pytest.mark.parametrize("systems", SYSTEM_LINES)
-def test_a_system_is_one_short_file(systems: str) -> None:
-    files = [path for path in SOURCES if path.stem in systems.split() and "models" in path.parts]
-    assert len(files) == len(systems.split())
-    assert sum(len(path.read_text().splitlines()) for path in files) < SYSTEM_LINES[systems]
+@pytest.mark.parametrize("kind", ["dual_encoders", "fusion_encoders", "report_generators"])
+def test_a_system_is_one_file(kind: str) -> None:
+    """A file beside `bases` and `parts` registers one system, or a system and its variants."""
+    lacking = [
+        str(path.relative_to(ROOT))
+        for path in SOURCES
+        if path.parent.name == kind and path.stem not in ("__init__", "base")
+        if "@register_system(" not in path.read_text()
+    ]
+    assert lacking == []
 
 
 @for_files(SOURCES + SCRIPTS)
@@ -384,10 +375,13 @@ def test_tests_replace_attributes_of_modules_in_a_context() -> None:
 
 
 def test_tests_mirror_the_packages() -> None:
-    """A folder of tests has the name of the package that it tests; `data/odd` tests all by their public names."""
+    """A folder of tests has the name of the package or module that it tests; `data/odd` tests all by public names."""
     folders = {path.parent.relative_to(ROOT / "tests") for path in (ROOT / "tests").rglob("test_*.py")}
     folders -= {Path("data/odd")}
-    assert [str(folder) for folder in sorted(folders) if not (ROOT / "medvl" / folder).is_dir()] == []
+    homes = {folder: ROOT / "medvl" / folder for folder in folders}
+    assert [
+        str(folder) for folder, home in homes.items() if not (home.is_dir() or home.with_suffix(".py").is_file())
+    ] == []
 
 
 def run_python(code: str) -> str:

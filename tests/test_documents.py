@@ -25,7 +25,7 @@ import medvl
 from medvl.cli import main as cli
 from medvl.cli.recipes import find_recipe
 from medvl.data import train_wordpiece
-from medvl.train.recipe_cli import DEFAULT_PRESET
+from medvl.train.recipe_files import DEFAULT_PRESET
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = [

@@ -11,7 +11,7 @@ import pytest
 
 import medvl
 from medvl.data import Deidentifier, Plan, Record, ShardOptions, ShardRun, write_shards
-from medvl.data.corpora.common.row_counts import RowCounts
+from medvl.data.corpora.common.rows import RowCounts
 from medvl.schema import Sample
 
 ROOT = Path(__file__).parent.parent

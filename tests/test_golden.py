@@ -30,8 +30,7 @@ from medvl.data.tokenizer.tokenizer import train_wordpiece
 from medvl.models import create_model
 from medvl.schema import Batch
 from medvl.train.loop.step import Step
-from medvl.train.optim.optimizer import build_optimizer
-from medvl.train.optim.precision import Precision
+from medvl.train.optim.optimizer import Precision, build_optimizer
 from medvl.train.parallel.distributed import RankInfo
 from medvl.train.parallel.model import DDPModel
 
@@ -189,7 +188,7 @@ def test_the_first_losses_are_those_of_before(recipe: str) -> None:
 def test_a_curve_in_bf16_stays_in_a_band_around_that_in_float32(
     recipe: str, band: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("medvl.train.optim.precision._cpu_multiplies_bf16", lambda: True)  # on any processor
+    monkeypatch.setattr("medvl.train.optim.optimizer._cpu_multiplies_bf16", lambda: True)  # on any processor
     known = json.loads(GOLDEN.read_text())[recipe]
     for name, values in curves(recipe, "bf16", SHOWN_TWENTY[:2]).items():  # slow where bf16 is emulated
         assert values != known[name][:2]

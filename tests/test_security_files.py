@@ -29,12 +29,11 @@ from pydicom.uid import UID
 from medvl.cli import main as cli
 from medvl.data.convert.options import ShardRun
 from medvl.data.convert.pipeline import write_shards
-from medvl.data.corpora.common.row_counts import RowCounts
+from medvl.data.corpora.common.rows import RowCounts
 from medvl.data.corpora.common.tables import Plan, Record
 from medvl.data.dicom.reader import read_dicom
-from medvl.data.privacy.burned_in_text import has_burned_in_text
-from medvl.data.privacy.deidentify import Deidentifier
-from medvl.data.shards import tar_reader
+from medvl.data.privacy import Deidentifier, has_burned_in_text
+from medvl.data.shards import format
 from medvl.data.shards.source import ShardSource
 from medvl.data.shards.verify import verify_folder
 from medvl.encoders.pretrained import read_tensors
@@ -89,7 +88,7 @@ def repaired(block: bytes) -> bytes:
 def test_hostile_tar_members_are_refused_before_reading(kind: str) -> None:
     data = repaired(HOSTILE[kind][:512]) + HOSTILE[kind][512:] + bytes(1024)
     stream = io.BytesIO(header("fine.json", 2) + padded(b"{}") + data)
-    members = tar_reader.read_members(stream, "a.tar")
+    members = format.read_members(stream, "a.tar")
     assert next(members).name == "fine.json"
     with pytest.raises(ShardError) as caught:
         list(members)
@@ -116,7 +115,7 @@ class Endless(io.RawIOBase):
 @pytest.mark.fault("S4")
 def test_endless_tar_uses_constant_memory() -> None:
     tracemalloc.start()
-    for _ in itertools.islice(tar_reader.read_samples(Endless(), "endless"), 5_000):
+    for _ in itertools.islice(format.read_samples(Endless(), "endless"), 5_000):
         pass
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
@@ -250,8 +249,8 @@ from pathlib import Path
 import numpy as np
 from helpers.shard_plans import OPTIONS, make_plan
 from medvl.data.convert import record
-from medvl.data.privacy.deidentify import Deidentifier
-from medvl.common.memory_limit import limit_memory
+from medvl.data.privacy import Deidentifier
+from medvl.common.process import limit_memory
 from medvl.data.convert.options import ShardRun
 from medvl.data.convert.pipeline import write_shards
 

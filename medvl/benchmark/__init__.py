@@ -33,9 +33,12 @@ if TYPE_CHECKING:
     )
     from medvl.benchmark.execute import execute_run as execute_run
     from medvl.benchmark.plan import Plan as Plan, plan_runs as plan_runs
-    from medvl.benchmark.queue import execute_locally as execute_locally
-    from medvl.benchmark.run import Run as Run
-    from medvl.benchmark.spread import execute_with_ray as execute_with_ray, write_slurm as write_slurm
+    from medvl.benchmark.queue import (
+        execute_locally as execute_locally,
+        execute_with_ray as execute_with_ray,
+        write_slurm as write_slurm,
+    )
+    from medvl.benchmark.settings import Run as Run
     from medvl.benchmark.store import Store as Store
 
 __getattr__, __dir__, __all__ = lazy_exports(__name__, __file__)

@@ -9,7 +9,7 @@ import torch
 
 from medvl.benchmark.execute import checkpoint_of, located
 from medvl.benchmark.plan import Plan
-from medvl.benchmark.run import Run
+from medvl.benchmark.settings import Run
 from medvl.benchmark.store import COST, Store, read_evaluation
 from medvl.benchmark.tasks import tested_folder
 from medvl.common.config_io import from_dict, nearest

@@ -10,13 +10,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from medvl.benchmark.commands import command_arguments
 from medvl.benchmark.config import CorpusConfig, MakeStep, expanded
 from medvl.benchmark.real_tables import write_table
-from medvl.benchmark.run import Run
-from medvl.benchmark.tasks import TASKS, tested_folder
-from medvl.common.files import write_atomic
-from medvl.common.folders import RunLock
+from medvl.benchmark.settings import Run
+from medvl.benchmark.tasks import TASKS, command_arguments, tested_folder
+from medvl.common.files import RunLock, write_atomic
 from medvl.data.shards.format import MANIFEST, Manifest
 from medvl.errors import CorpusError, EvaluationError
 

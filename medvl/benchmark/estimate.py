@@ -20,8 +20,7 @@ from typing import Any
 from medvl.benchmark.corpora import missing_steps
 from medvl.benchmark.execute import prepare_run
 from medvl.benchmark.plan import Plan
-from medvl.benchmark.run import Run
-from medvl.benchmark.settings import find_references
+from medvl.benchmark.settings import Run, find_references
 from medvl.benchmark.store import COST, Cost, Store, is_evaluated, read_seconds
 from medvl.common.files import write_atomic
 

@@ -16,16 +16,13 @@ from typing import Any
 
 import torch
 
-from medvl.benchmark.commands import run_command
-from medvl.benchmark.resamples import write_resamples
-from medvl.benchmark.run import Run
-from medvl.benchmark.settings import RUN, with_settings
+from medvl.benchmark.ranks import write_resamples
+from medvl.benchmark.settings import RUN, Run, with_settings
 from medvl.benchmark.store import COST, FAILURE, REFUSAL, SECONDS, Store, Weights, is_evaluated, read_records, read_run
 from medvl.benchmark.systems import Entry, recipe_module
-from medvl.benchmark.tasks import TASKS, Trained, free_memory
-from medvl.common.files import write_atomic
-from medvl.common.folders import RunLock
-from medvl.common.peak_memory import peak_resident_bytes, reset_peak_memory
+from medvl.benchmark.tasks import TASKS, Trained, free_memory, run_command
+from medvl.common.files import RunLock, write_atomic
+from medvl.common.process import peak_resident_bytes, reset_peak_memory
 from medvl.data import ShardSource, UnpairedSource
 from medvl.errors import ConfigError, MedvlError
 from medvl.eval.core.results import write_results

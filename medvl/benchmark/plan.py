@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from medvl.benchmark.config import BenchmarkConfig, CorpusConfig, StartConfig, expanded
-from medvl.benchmark.run import Run
-from medvl.benchmark.settings import find_references, resolved_settings
+from medvl.benchmark.settings import Run, find_references, resolved_settings
 from medvl.benchmark.systems import Entry, find_systems
 from medvl.benchmark.tasks import TASKS, columns_of, fitting_tasks
 from medvl.common.config_io import nearest, to_dict

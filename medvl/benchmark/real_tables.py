@@ -19,8 +19,7 @@ import cv2
 
 from medvl.common.files import write_atomic
 from medvl.common.untrusted import parse_json
-from medvl.data.annotations.boxes import read_corners, region_fields
-from medvl.data.annotations.mask_rle import encode_runs
+from medvl.data.annotations import encode_runs, read_corners, region_fields
 from medvl.data.reports.labeler import label_report
 from medvl.data.text_tasks.tasks import TASKS
 from medvl.errors import ConfigError

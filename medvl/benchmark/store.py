@@ -18,10 +18,9 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from medvl.benchmark.plan import Plan
-from medvl.benchmark.run import Run
+from medvl.benchmark.settings import Run
 from medvl.common.config_io import from_dict, to_dict
-from medvl.common.files import write_atomic
-from medvl.common.folders import subfolder
+from medvl.common.files import subfolder, write_atomic
 from medvl.common.untrusted import parse_json
 from medvl.errors import ConfigError, EvaluationError
 from medvl.eval import Results, read_results

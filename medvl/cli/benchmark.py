@@ -1,6 +1,7 @@
 """`medvl benchmark`: all systems on all tasks, from a file or a preset to a site of pages."""
 
 import dataclasses
+import datetime
 import itertools
 import sys
 import tomllib
@@ -9,6 +10,7 @@ from typing import Any, Literal
 
 import tyro
 
+from medvl.cli.eval.options import print_results
 from medvl.errors import ConfigError
 
 
@@ -90,7 +92,7 @@ def benchmark(
     _make_data(plan, store)
     store.write_runs(plan)
     if engine == "slurm" and any(store.state(run) == "to do" for run in plan.runs):
-        from medvl.benchmark.spread import write_slurm
+        from medvl.benchmark.queue import write_slurm
 
         submit, *scripts = write_slurm(plan, store, sbatch)
         print(f"Wrote {submit} and {len(scripts)} job arrays. Next: bash {submit}; afterwards the same command again")
@@ -114,7 +116,7 @@ def _describe(plan: Any, store: Any, seconds: float) -> None:
 
 def _execute(plan: Any, store: Any, engine: str, jobs: int, gpus: tuple[str, ...]) -> None:
     if engine == "ray":
-        from medvl.benchmark.spread import execute_with_ray
+        from medvl.benchmark.queue import execute_with_ray
 
         execute_with_ray(plan, store, gpus_per_run=float(gpus[0]) if gpus else 0.0)
     else:
@@ -175,3 +177,34 @@ def _setting(text: str) -> tuple[str, Any]:
         return name, tomllib.loads(f"value = {value}")["value"]
     except tomllib.TOMLDecodeError:
         return name, value
+
+
+# `medvl compare`: the evaluations of several runs side by side.
+
+
+def compare(
+    runs: tuple[Path, ...],
+    *,
+    out: Path = Path("comparison"),
+    force: bool = False,
+    resamples: int = 1000,
+    all: bool = False,
+) -> None:
+    """Compare the evaluations of several runs, with paired differences from the first.
+
+    Args:
+        runs: folders of training runs or of evaluations, or results.json files; the first is the reference.
+        out: folder for comparison.json and index.html.
+        force: compare even if data or settings of the evaluations differ.
+        resamples: resamples of the paired bootstrap.
+        all: print all rows; by default, those that fit on one screen.
+    """
+    if not runs:
+        raise ConfigError("expected runs or evaluations: medvl compare RUN RUN ...", "missing", field="runs")
+    from medvl.eval.compare import compare as library
+    from medvl.eval.compare.page import format_comparison, write_comparison
+
+    by_protocol = library.find_runs(runs).values()
+    comparisons = [library.compare(of_protocol, force=force, resamples=resamples) for of_protocol in by_protocol]
+    paths = write_comparison(comparisons, out, date=datetime.date.today().isoformat())
+    print_results("\n\n".join(map(format_comparison, comparisons)), paths, everything=all)

@@ -1,14 +1,25 @@
 """`medvl import` and `medvl export`: published checkpoints to medvl, and medvl checkpoints to other formats."""
 
+import dataclasses
+import functools
 import importlib
 import math
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
 from medvl.errors import ConfigError, MedvlError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from medvl.data.loading.sources import Subset
+    from medvl.data.shards.source import ShardSource
+    from medvl.data.transforms.image import EvalTransform
+
 
 _EXPORTERS = {
     "open_clip": ("medvl.export.exporters.open_clip", "export_open_clip"),
@@ -87,7 +98,7 @@ def import_published(
 
 def _import_stable_diffusion(folder: Path, out: Path) -> str:
     """Write a local folder of Stable Diffusion 1.x as a checkpoint of `roentgen`."""
-    from medvl.common.folders import new_folder
+    from medvl.common.files import new_folder
     from medvl.export.importers.stable_diffusion import load_stable_diffusion
     from medvl.models.checkpoint import save
 
@@ -157,7 +168,7 @@ def _try(model: Any, to: str) -> str:
 
 
 def _list() -> str:
-    from medvl.export.importers.registry import NOT_IMPORTED, list_importers
+    from medvl.export.importers.import_checkpoint import NOT_IMPORTED, list_importers
 
     rows = [(importer.name, importer.kind, importer.title) for importer in list_importers()]
     rows.append(("open_clip:NAME", "system", "any model of open_clip with native encoders"))
@@ -165,3 +176,115 @@ def _list() -> str:
     lines = [f"{name:17} {kind:24} {title}" for name, kind, title in sorted(rows)]
     lines += [f"{name:17} {'not imported':24} {reason}" for name, reason in NOT_IMPORTED.items()]
     return "\n".join(lines)
+
+
+# `medvl fit-pixelhop`: PixelHop++ fitted to the images of shards.
+
+
+def fit_pixelhop(
+    data: Path,
+    out: Path,
+    *,
+    images: int = 2000,
+    image_size: int = 224,
+    fit: Literal["crop", "pad", "squash"] = "crop",
+    units: int = 3,
+    window: int = 5,
+    cutoff: float = 1e-3,
+    discard: float = 1e-4,
+    tokens: int = 15,
+    token_dim: int = 64,
+    cells: int = 16,
+    batch: int = 16,
+    workers: int = 2,
+) -> str:
+    """Fit PixelHop++ to the images of training shards: an image encoder without gradients, for BERTHop.
+
+    Reads the images once for each unit and once for the tokens; memory does not depend on their number.
+
+    Args:
+        data: folder of shards, of training patients only.
+        out: new folder of the encoder: create_image_encoder("pixelhop", pretrained=OUT).
+        images: images to fit to, a random choice; 0 takes all.
+        image_size: side of the images in pixels.
+        fit: method that makes an image square.
+        units: PixelHop++ units, with maximum pooling between them.
+        window: side of the windows in pixels.
+        cutoff: share of the energy above which a node is transformed further.
+        discard: share of the energy below which a node is dropped.
+        tokens: visual tokens, the nodes with the highest energy.
+        token_dim: numbers of a token, principal components.
+        cells: side of the grid to which the map of a node is averaged.
+        batch: images at once.
+        workers: loader processes.
+    """
+    from medvl.data.shards.source import ShardSource
+    from medvl.data.transforms.image import EvalTransform
+    from medvl.encoders.image.pixelhop_fit import PixelHopSettings, fit_pixelhop as fit_encoder, save_pixelhop
+
+    settings = PixelHopSettings(
+        units=units,
+        window=window,
+        cutoff=cutoff,
+        discard=discard,
+        tokens=tokens,
+        token_dim=token_dim,
+        cells=cells,
+        image_size=image_size,
+    )
+    source = ShardSource(data)
+    chosen = choose_images(source, images)
+    passes = functools.partial(_read, chosen, EvalTransform(size=image_size, fit=fit), batch, workers)
+    encoder = fit_encoder(passes, settings)
+    described = {"shards": source.fingerprint, "images": len(chosen), "settings": dataclasses.asdict(settings)}
+    save_pixelhop(encoder, out, described)
+    nodes, further = encoder.config["nodes"], encoder.config["intermediate"]
+    of_units = ", ".join(f"{count} ({kept})" for count, kept in zip(nodes, further, strict=True))
+    return f"Fitted {tokens} tokens to {len(chosen)} images of {data}; nodes (transformed further): {of_units}"
+
+
+def _read(images: "Subset", transform: "EvalTransform", batch: int, workers: int) -> "Iterator[Tensor]":
+    from medvl.eval.core.open import open_for_evaluation
+
+    return (part.image_BCHW for part in open_for_evaluation(images, transform, batch=batch, workers=workers))
+
+
+def choose_images(source: "ShardSource", count: int) -> "Subset":
+    """Return a random choice of images in the order of the shards; 0 takes all."""
+    import numpy as np
+
+    from medvl.data.loading.sources import Subset
+
+    return Subset(source, np.sort(np.random.default_rng(0).permutation(len(source))[: count or len(source)]))
+
+
+# `medvl interpolate`: a checkpoint between two others.
+
+
+def interpolate(
+    start: tyro.conf.Positional[Path | None] = None,
+    end: tyro.conf.Positional[Path | None] = None,
+    *,
+    out: Path | None = None,
+    share: float = 0.5,
+) -> str:
+    """Interpolate the weights of a model before and after fine-tuning, so that it forgets less (WiSE-FT).
+
+    Args:
+        start: folder of the checkpoint that training started from.
+        end: folder of the checkpoint after it, of the same system.
+        out: new folder for the checkpoint between them.
+        share: fraction of the way from start to end; choose it on validation data.
+    """
+    from medvl.errors import ConfigError
+    from medvl.models.checkpoint import save
+    from medvl.models.interpolation import interpolate as between
+
+    if start is None or end is None or out is None:
+        raise ConfigError("expected medvl interpolate START END --out FOLDER", "missing", field="out")
+    if out.exists() and any(out.iterdir()):
+        raise ConfigError(f"{out} exists already: choose a new folder", "exists", field="out")
+    model = between(start, end, share)
+    out.mkdir(parents=True, exist_ok=True)
+    save(model, out, {"interpolated": {"start": str(start), "end": str(end), "share": share}})
+    return f"Wrote {out}: {model.name}, {share:g} of the way from {start} to {end}"

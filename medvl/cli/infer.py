@@ -1,17 +1,23 @@
 """`medvl infer`: predictions of a model for images."""
 
 import dataclasses
+import logging
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import tyro
+
+from medvl.errors import ConfigError
+from medvl.serve.config import ServeConfig
 
 if TYPE_CHECKING:
     from medvl.eval.zero_shot_classification.calibration import Calibration
     from medvl.inference.folder import ImageModel, ImageResult
+    from medvl.inference.generation import GenerateOptions, Prompt
     from medvl.models.base import System
+
 
 _SHOWN, _WIDTH = 20, 100
 
@@ -54,8 +60,7 @@ def infer(
     from medvl.eval.core.results import checkpoint_sha256
     from medvl.eval.zero_shot_classification.calibration import calibration_for
     from medvl.eval.zero_shot_classification.prompts import load_prompts
-    from medvl.inference.files import find_images
-    from medvl.inference.folder import ImageModel, can_draw, count_skipped, infer_files
+    from medvl.inference.folder import ImageModel, can_draw, count_skipped, find_images, infer_files
     from medvl.models import DualEncoder
 
     for field, value, low in (("batch", batch, 1), ("overlays", overlays, 0), ("frame", frame or 0, 0)):
@@ -99,7 +104,7 @@ def infer(
 
 def _notes(model: "System", results: "Sequence[ImageResult]", skipped: Mapping[str, int]) -> Iterator[str]:
     """Yield what the reader of the table must know: skipped images, and images of another kind than the model's."""
-    from medvl.inference.modality import Expected, describe_doubts
+    from medvl.inference.models import Expected, describe_doubts
 
     if skipped:
         yield f"\n{sum(skipped.values())} of {len(results)} images skipped: {_counts(skipped)}"
@@ -172,3 +177,161 @@ def _ending(path: str, width: int = 60) -> str:
 
 def _counts(skipped: Mapping[str, int]) -> str:
     return ", ".join(f"{count} {reason}" for reason, count in sorted(skipped.items(), key=lambda pair: -pair[1]))
+
+
+# `medvl generate`: images from texts.
+
+
+def generate(
+    *,
+    checkpoint: str,
+    out: Path,
+    prompt: tuple[str, ...] = (),
+    prompts: Path | None = None,
+    data: Path | None = None,
+    sections: tuple[str, ...] = ("impression",),
+    views: tuple[str, ...] = (),
+    limit: int | None = None,
+    guidance: tuple[float, ...] = (4.0,),
+    steps: int = 25,
+    sampler: Literal["dpm", "ddim", "pndm"] = "dpm",
+    seed: int = 0,
+    images_per_prompt: int = 1,
+    reconstruct: bool = False,
+    mark: bool = False,
+    batch: int = 16,
+    precision: Literal["fp32", "bf16"] = "fp32",
+    device: Literal["auto", "cpu", "cuda"] = "auto",
+) -> str:
+    """Generate synthetic images of texts; the same command again continues an interrupted folder.
+
+    Args:
+        checkpoint: a latent diffusion model (roentgen): a run, a checkpoint, or hf-hub:OWNER/NAME.
+        out: folder for images/, images.jsonl, generation.json and a contact sheet; with several values of guidance, one
+            folder for each in it, such as guidance-4.
+        prompt: texts.
+        prompts: file with one text per line, in place of --prompt.
+        data: folder of shards (one split) whose texts are the prompts, in place of --prompt.
+        sections: sections that form the text of a sample of --data.
+        views: views of --data, such as PA AP; all without it.
+        limit: number of samples of --data, evenly spaced.
+        guidance: scales of the classifier-free guidance; 1 is without.
+        steps: evaluations of the U-Net for each image.
+        sampler: dpm (DPM-Solver++), ddim, or pndm, which RoentGen used with 75 steps.
+        seed: seed of the run; each image has its own, derived from it.
+        images_per_prompt: images of each text.
+        reconstruct: encode and decode the images of --data instead, the ceiling of a generator on this autoencoder.
+        mark: write "synthetic" into a corner of each image.
+        batch: images at a time.
+        precision: fp32, or bf16 for the networks.
+        device: auto, cpu or cuda.
+    """
+    from medvl.inference.generation import GenerateOptions
+
+    texts, source = _prompts(prompt, prompts, data, sections, views, limit)
+    scales = (1.0,) if reconstruct else guidance
+    if not scales:
+        raise ConfigError("give at least one value of --guidance", "missing", field="guidance")
+    options = [
+        GenerateOptions(guidance=scale, steps=steps, sampler=sampler, seed=seed, images_per_prompt=images_per_prompt,
+                        batch=batch, device=device, precision=precision, mark=mark)
+        for scale in scales
+    ]  # fmt: skip
+    folders = [out / f"guidance-{scale:g}" if len(scales) > 1 else out for scale in scales]
+    shards = data if reconstruct else None
+    if reconstruct and data is None:
+        raise ConfigError("--reconstruct needs the images of --data", "missing", field="data")
+    return _write(checkpoint, texts, source, dict(zip(folders, options, strict=True)), shards)
+
+
+def _prompts(
+    prompt: Sequence[str],
+    prompts: Path | None,
+    data: Path | None,
+    sections: Sequence[str],
+    views: Sequence[str],
+    limit: int | None,
+) -> "tuple[list[Prompt], dict[str, Any]]":
+    """Return the prompts and their source."""
+    from medvl.inference.generation import Prompt, prompts_of_file, prompts_of_shards
+
+    if sum((bool(prompt), prompts is not None, data is not None)) != 1:
+        raise ConfigError("give exactly one of --prompt, --prompts and --data", "conflict", field="prompts")
+    if data is not None:
+        return prompts_of_shards(data, sections=sections, views=views, limit=limit)
+    if prompts is not None:
+        return prompts_of_file(prompts)
+    return [Prompt(text=text, key=str(number)) for number, text in enumerate(prompt, 1)], {"kind": "command"}
+
+
+def _write(
+    checkpoint: str,
+    prompts: "Sequence[Prompt]",
+    source: Mapping[str, Any],
+    folders: "Mapping[Path, GenerateOptions]",
+    shards: Path | None,
+) -> str:
+    """Write the folders of generated images, or with `shards` of reconstructions, and return a summary."""
+    from medvl.inference.generation import CONTACT_SHEET, generate_images, reconstruct_images
+
+    lines, cut = [], []
+    for folder, options in folders.items():
+        settings: dict[str, Any] = {"options": options, "source": source, "progress": True}
+        if shards is None:
+            images = generate_images(checkpoint, prompts, folder, **settings)
+        else:
+            images = reconstruct_images(checkpoint, shards, prompts, folder, **settings)
+        cut = [row.cut_tokens for row in images.rows if row.cut_tokens]
+        lines.append(f"Wrote {folder}: {len(images)} synthetic images, {folder / CONTACT_SHEET}")
+    if cut:
+        lines.append(f"{len(cut)} images have prompts longer than the text encoder reads: up to {max(cut)} tokens cut")
+    return "\n".join(lines)
+
+
+# `medvl serve`: a page in the browser for one image.
+
+
+def serve(
+    server: tyro.conf.OmitArgPrefixes[ServeConfig],
+    *,
+    checkpoint: tuple[str, ...] = (),
+    prompts: str = "chexpert_ensemble",
+    calibration: tuple[Path, ...] = (),
+    gallery: Path | None = None,
+    gallery_images: int = 5000,
+    certificate: tuple[Path, Path] | None = None,
+    device: str = "auto",
+) -> None:
+    """Serve a page for one image: findings, heat maps, questions, reports, neighbours.
+
+    Args:
+        server: address, access and limits.
+        checkpoint: a run, a folder of a checkpoint, or a name on the hub; two are shown side by side (required).
+        prompts: name of a prompt set (`medvl list prompts`) or path of a JSON file, whose findings are offered.
+        calibration: files of `medvl eval calibrate`, one for each checkpoint; default those beside the checkpoints.
+        gallery: folder of shards whose images are searched for neighbours.
+        gallery_images: images of the gallery, evenly spread over its shards.
+        certificate: files of a TLS certificate and its key, for https.
+        device: auto, cpu or cuda.
+    """
+    try:
+        import fastapi
+        import python_multipart
+        import uvicorn
+    except ImportError as error:
+        message = f"medvl serve needs the package {error.name}: pip install 'medvl[serve]'"
+        raise ConfigError(message, "missing", field="serve") from None
+    del fastapi, python_multipart, uvicorn
+    from medvl.serve.run import serve as run
+
+    logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
+    run(
+        checkpoint,
+        config=server,
+        prompts=prompts,
+        calibrations=calibration,
+        gallery=gallery,
+        gallery_images=gallery_images,
+        device=device,
+        certificate=certificate,
+    )

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Literal
 
 from medvl.cli.shards.corpora import Flat
-from medvl.data.knowledge.settings import TransEConfig, UMLSOptions
+from medvl.data.knowledge.graph import TransEConfig, UMLSOptions
 from medvl.schema import NEGATIVE, POSITIVE, UNCERTAIN, ConventionsName
 
 _VALUES = {POSITIVE: "positive", NEGATIVE: "negative", UNCERTAIN: "uncertain", None: "history"}
@@ -30,8 +30,7 @@ def build(
         options: selection of concepts, names and relations.
         shards: folders of shards; only concepts that their texts mention often enough are kept.
     """
-    from medvl.data.knowledge.graph import write_knowledge
-    from medvl.data.knowledge.umls import read_umls
+    from medvl.data.knowledge.graph import read_umls, write_knowledge
 
     graph = write_knowledge(read_umls(umls, options, _texts(shards) if shards else None), out)
     counts = f"{len(graph.identifiers)} entities with {sum(map(len, graph.names))} names"
@@ -74,7 +73,7 @@ def find(folder: Path, text: str, *, conventions: ConventionsName = "chexpert") 
     """
     from medvl.data.knowledge.graph import read_knowledge
     from medvl.data.reports.labeler import conventions_named
-    from medvl.data.reports.negation import mention_values
+    from medvl.data.reports.statements import mention_values
 
     graph = read_knowledge(folder)
     mentions = graph.finder().find(text)
@@ -99,7 +98,7 @@ def radgraph(
             do; shards keeps names as they are.
     """
     from medvl.cli.shards.corpora import deidentifier
-    from medvl.data.reports.radgraph import radgraph_statements, write_statements
+    from medvl.data.reports.statements import radgraph_statements, write_statements
 
     study = deidentifier(salt_file).study if named == "mimic" else None
     count = write_statements(radgraph_statements(file, study), out)
@@ -117,8 +116,7 @@ def statements(file: Path, out: Path, *, salt_file: Path | None = None) -> str:
         salt_file: salt of the shards.
     """
     from medvl.cli.shards.corpora import deidentifier
-    from medvl.data.reports.radgraph import name_in_shards, write_statements
-    from medvl.data.reports.statements import read_statements
+    from medvl.data.reports.statements import name_in_shards, read_statements, write_statements
 
     study, known = deidentifier(salt_file).study, read_statements(file)
     count = write_statements(((name_in_shards(name, study), texts) for name, texts in known.items()), out)

@@ -13,21 +13,21 @@ import tyro
 from medvl import __version__
 from medvl.cli import (
     benchmark,
-    compare,
-    doctor,
-    fit_pixelhop,
-    generate,
+    benchmark as compare,
     import_export,
+    import_export as fit_pixelhop,
+    import_export as interpolate,
     infer,
-    interpolate,
+    infer as generate,
+    infer as serve,
     knowledge,
     phantom,
-    quickstart,
+    phantom as quickstart,
     recipes,
-    serve,
+    recipes as doctor,
 )
 from medvl.cli.eval import commands as evaluation
-from medvl.cli.shards import commands as conversion, corpora, regions, upload, verify, vocab
+from medvl.cli.shards import commands as conversion, commands as upload, commands as verify, corpora, regions, text
 from medvl.errors import ERROR_CODES, ConfigError, MedvlError
 
 
@@ -87,7 +87,7 @@ _GROUPS: dict[str, dict[str, Callable[..., Any]]] = {
 _COMMANDS: dict[str, Callable[..., Any]] = {
     "merge": corpora.merge,
     "upload": upload.upload,
-    "vocab": vocab.vocab,
+    "vocab": text.vocab,
     "fit-pixelhop": fit_pixelhop.fit_pixelhop,
     "verify": verify.verify,
     "regions": regions.regions,

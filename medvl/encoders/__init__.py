@@ -10,9 +10,9 @@
 timm, torchvision, open_clip, transformers and peft are imported by the encoders that need them.
 """
 
-from medvl.encoders.activation_checkpointing import checkpoint_activations
 from medvl.encoders.finetuning import (
     add_lora,
+    checkpoint_activations,
     freeze_batch_norm_statistics,
     freeze_layers,
     merge_lora,

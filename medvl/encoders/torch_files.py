@@ -2,7 +2,7 @@
 
 Published checkpoints hold more than tensors: Lightning's hyperparameters, a training configuration (OmegaConf), an
 optimizer. torch's safe loader refuses such a file, and the unsafe one runs any code in it. This reader follows the
-pickle's instructions one by one (`medvl.common.plain_pickle`) and imports and calls nothing: it builds dictionaries,
+pickle's instructions one by one (`medvl.common.untrusted`) and imports and calls nothing: it builds dictionaries,
 lists, texts, numbers and the addresses of tensors, and skips any other object. Objects of packages that no training
 checkpoint needs end the reading with an error.
 """
@@ -21,7 +21,7 @@ from typing import Any, BinaryIO, NamedTuple
 import torch
 from torch import Tensor
 
-from medvl.common.plain_pickle import PickleReader
+from medvl.common.untrusted import PickleReader
 from medvl.errors import CorpusError, WeightsError
 
 _PACKAGES = frozenset(

@@ -15,11 +15,14 @@ from typing import TYPE_CHECKING
 from medvl.common.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
-    from medvl.eval.change.evaluate import ChangeEval as ChangeEval, change_classification as change_classification
+    from medvl.eval.change.evaluate import (
+        ChangeEval as ChangeEval,
+        change_classification as change_classification,
+        load_change_prompts as load_change_prompts,
+    )
     from medvl.eval.change.page import write_change_page as write_change_page
-    from medvl.eval.change.prompts import load_change_prompts as load_change_prompts
     from medvl.eval.classification.evaluate import ClassifyEval as ClassifyEval, classify as classify
-    from medvl.eval.classification.label_policy import LabelPolicy as LabelPolicy
+    from medvl.eval.classification.scored_images import LabelPolicy as LabelPolicy
     from medvl.eval.core.bootstrap import (
         bootstrap as bootstrap,
         bootstrap_auroc as bootstrap_auroc,
@@ -28,24 +31,28 @@ if TYPE_CHECKING:
     )
     from medvl.eval.core.metrics import choose_threshold as choose_threshold
     from medvl.eval.core.open import load_ensemble as load_ensemble, open_for_evaluation as open_for_evaluation
-    from medvl.eval.core.publish import PageHeader as PageHeader, default_folder as default_folder
     from medvl.eval.core.results import (
         MetricRow as MetricRow,
+        PageHeader as PageHeader,
         Results as Results,
+        default_folder as default_folder,
         format_table as format_table,
         read_results as read_results,
         write_results as write_results,
     )
     from medvl.eval.dense.detection import DetectionEval as DetectionEval, box_detection as box_detection
-    from medvl.eval.dense.detection_page import write_detection_page as write_detection_page
+    from medvl.eval.dense.pages import (
+        write_detection_page as write_detection_page,
+        write_segmentation_page as write_segmentation_page,
+    )
     from medvl.eval.dense.segmentation import (
         SegmentationEval as SegmentationEval,
         mask_segmentation as mask_segmentation,
     )
-    from medvl.eval.dense.segmentation_page import write_segmentation_page as write_segmentation_page
     from medvl.eval.generation.distances import (
         frechet_distance as frechet_distance,
         kernel_distance as kernel_distance,
+        manifolds as manifolds,
     )
     from medvl.eval.generation.evaluate import (
         GenerationModels as GenerationModels,
@@ -53,22 +60,27 @@ if TYPE_CHECKING:
         evaluate_generation as evaluate_generation,
     )
     from medvl.eval.generation.inputs import GeneratedSource as GeneratedSource, RealData as RealData
-    from medvl.eval.generation.neighbours import manifolds as manifolds
     from medvl.eval.generation.page import write_generation_page as write_generation_page
     from medvl.eval.grounding.evaluate import phrase_grounding as phrase_grounding
-    from medvl.eval.grounding.metrics import MapRules as MapRules
+    from medvl.eval.grounding.heatmaps import MapRules as MapRules
     from medvl.eval.grounding.page import write_grounding_page as write_grounding_page
     from medvl.eval.html.page import write_page as write_page
-    from medvl.eval.masked_prediction.evaluate import evaluate_masked_prediction as evaluate_masked_prediction
-    from medvl.eval.masked_prediction.page import write_masked_prediction_page as write_masked_prediction_page
-    from medvl.eval.matching.evaluate import image_text_matching as image_text_matching
-    from medvl.eval.matching.page import write_matching_page as write_matching_page
+    from medvl.eval.masked_prediction import (
+        evaluate_masked_prediction as evaluate_masked_prediction,
+        write_masked_prediction_page as write_masked_prediction_page,
+    )
+    from medvl.eval.matching import (
+        image_text_matching as image_text_matching,
+        write_matching_page as write_matching_page,
+    )
     from medvl.eval.metric_classes import LabelMetrics as LabelMetrics, RetrievalMetrics as RetrievalMetrics
-    from medvl.eval.probing.evaluate import linear_probe as linear_probe
+    from medvl.eval.probing.evaluate import (
+        linear_probe as linear_probe,
+        ordinal_table as ordinal_table,
+        write_probe_page as write_probe_page,
+    )
     from medvl.eval.probing.features import ProbedEncoder as ProbedEncoder, encode_features as encode_features
     from medvl.eval.probing.fitted import FittedProbe as FittedProbe
-    from medvl.eval.probing.page import write_probe_page as write_probe_page
-    from medvl.eval.probing.severity import ordinal_table as ordinal_table
     from medvl.eval.published.numbers import (
         PublishedNumber as PublishedNumber,
         published_numbers as published_numbers,
@@ -83,8 +95,11 @@ if TYPE_CHECKING:
         generate_reports as generate_reports,
     )
     from medvl.eval.report_generation.page import write_report_page as write_report_page
-    from medvl.eval.retrieval.by_class import class_retrieval as class_retrieval, image_retrieval as image_retrieval
-    from medvl.eval.retrieval.by_class_page import write_class_retrieval_page as write_class_retrieval_page
+    from medvl.eval.retrieval.by_class import (
+        class_retrieval as class_retrieval,
+        image_retrieval as image_retrieval,
+        write_class_retrieval_page as write_class_retrieval_page,
+    )
     from medvl.eval.retrieval.candidate_lists import RetrievalList as RetrievalList
     from medvl.eval.retrieval.image_text import (
         RetrievalEval as RetrievalEval,
@@ -97,40 +112,48 @@ if TYPE_CHECKING:
         evaluate_robustness as evaluate_robustness,
     )
     from medvl.eval.robustness.page import write_robustness_page as write_robustness_page
-    from medvl.eval.text_tasks.blurb_score import blurb_score as blurb_score
     from medvl.eval.text_tasks.evaluate import (
         EvaluatedEncoder as EvaluatedEncoder,
         TextTaskOptions as TextTaskOptions,
+        encoder_by_name as encoder_by_name,
+        encoder_of_checkpoint as encoder_of_checkpoint,
         evaluate_text_tasks as evaluate_text_tasks,
     )
     from medvl.eval.text_tasks.finetune import FinetuneGrid as FinetuneGrid, FinetuneSettings as FinetuneSettings
-    from medvl.eval.text_tasks.open import (
-        encoder_by_name as encoder_by_name,
-        encoder_of_checkpoint as encoder_of_checkpoint,
-    )
+    from medvl.eval.text_tasks.metrics import blurb_score as blurb_score
     from medvl.eval.text_tasks.page import write_text_page as write_text_page
-    from medvl.eval.vqa.answer_normalization import normalize_answer as normalize_answer
-    from medvl.eval.vqa.answer_vocabulary import AnswerVocabulary as AnswerVocabulary
-    from medvl.eval.vqa.evaluate import evaluate_answers as evaluate_answers
+    from medvl.eval.vqa.evaluate import (
+        evaluate_answers as evaluate_answers,
+        published_protocols_table as published_protocols_table,
+    )
     from medvl.eval.vqa.page import write_vqa_page as write_vqa_page
-    from medvl.eval.vqa.predict import (
+    from medvl.eval.vqa.predictions import (
         AnswerEval as AnswerEval,
+        Prediction as Prediction,
+        VQAData as VQAData,
         answer_questions as answer_questions,
         model_vocabulary as model_vocabulary,
         question_data as question_data,
         read_answer_vocabulary as read_answer_vocabulary,
+        read_predictions as read_predictions,
     )
-    from medvl.eval.vqa.predictions import Prediction as Prediction, read_predictions as read_predictions
-    from medvl.eval.vqa.protocol import PROTOCOLS as PROTOCOLS, VQAProtocol as VQAProtocol, get_protocol as get_protocol
-    from medvl.eval.vqa.published_protocols import published_protocols_table as published_protocols_table
-    from medvl.eval.vqa.question_set import VQAData as VQAData
-    from medvl.eval.zero_shot_classification.evaluate import ZeroShotEval as ZeroShotEval, zero_shot as zero_shot
-    from medvl.eval.zero_shot_classification.page import write_zero_shot_page as write_zero_shot_page
+    from medvl.eval.vqa.protocol import (
+        PROTOCOLS as PROTOCOLS,
+        AnswerVocabulary as AnswerVocabulary,
+        VQAProtocol as VQAProtocol,
+        get_protocol as get_protocol,
+        normalize_answer as normalize_answer,
+    )
+    from medvl.eval.zero_shot_classification.evaluate import (
+        ZeroShotEval as ZeroShotEval,
+        write_zero_shot_page as write_zero_shot_page,
+        zero_shot as zero_shot,
+    )
     from medvl.eval.zero_shot_classification.prompts import (
         PromptSet as PromptSet,
         list_prompts as list_prompts,
         load_prompts as load_prompts,
     )
-    from medvl.eval.zero_shot_masks.evaluate import evaluate_zero_shot_masks as evaluate_zero_shot_masks
+    from medvl.eval.zero_shot_masks import evaluate_zero_shot_masks as evaluate_zero_shot_masks
 
 __getattr__, __dir__, __all__ = lazy_exports(__name__, __file__)

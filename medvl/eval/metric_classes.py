@@ -16,12 +16,12 @@ import torch
 from torch import Tensor
 
 from medvl.errors import ConfigError, EvaluationError
-from medvl.eval.classification.label_policy import LabelPolicy
+from medvl.eval.classification.scored_images import LabelPolicy
 from medvl.eval.core.metric_rows import calibration_metrics, decision_metrics, measure, ranking_metrics
 from medvl.eval.core.metrics import check_scores
 from medvl.eval.core.results import MetricRow
 from medvl.eval.retrieval.image_text import Gallery, check_ks, rank_rows, retrieval_ranks
-from medvl.losses.pairs.positives import name_ids
+from medvl.losses.pairs.blockwise import name_ids
 from medvl.schema import Embeddings
 
 try:

@@ -24,9 +24,9 @@ if TYPE_CHECKING:
     from medvl.export.importers.import_checkpoint import (
         Imported as Imported,
         import_checkpoint as import_checkpoint,
+        list_importers as list_importers,
         load_encoder as load_encoder,
     )
-    from medvl.export.importers.registry import list_importers as list_importers
     from medvl.export.importers.stable_diffusion import load_stable_diffusion as load_stable_diffusion
 
 __getattr__, __dir__, __all__ = lazy_exports(__name__, __file__)

@@ -19,9 +19,7 @@ if TYPE_CHECKING:
         prompts_of_shards as prompts_of_shards,
         reconstruct_images as reconstruct_images,
     )
-    from medvl.inference.heatmaps import heatmap as heatmap
-    from medvl.inference.prompts import prompts_for as prompts_for
-    from medvl.inference.scores import Scorer as Scorer, infer as infer
+    from medvl.inference.scores import Scorer as Scorer, heatmap as heatmap, infer as infer, prompts_for as prompts_for
     from medvl.inference.texts import answer as answer, write_report as write_report
 
 __getattr__, __dir__, __all__ = lazy_exports(__name__, __file__)

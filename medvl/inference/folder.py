@@ -13,7 +13,7 @@ import hashlib
 import json
 import os
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -22,19 +22,17 @@ import numpy as np
 from torch import Tensor
 from tqdm import tqdm
 
-from medvl.common.csv_text import csv_text
-from medvl.common.files import open_own, write_atomic
-from medvl.common.folders import subfolder
+from medvl.common.files import open_own, subfolder, write_atomic
+from medvl.common.text_files import csv_text
 from medvl.common.untrusted import parse_json
 from medvl.data.images.codecs import encode_png
-from medvl.errors import ConfigError, EvaluationError, MedvlError
+from medvl.data.images.read import starts_like_dicom
+from medvl.errors import ConfigError, EvaluationError, ImageError, MedvlError
 from medvl.eval.grounding.page import draw_grounding
 from medvl.eval.report_generation.generate import ReportWriter
 from medvl.eval.zero_shot_classification.calibration import Calibration, FindingCalibration
-from medvl.inference.heatmaps import heatmap
-from medvl.inference.modality import Expected, header_of
-from medvl.inference.models import batches, refuse
-from medvl.inference.scores import ABLE, Scorer
+from medvl.inference.models import Expected, batches, header_of, refuse
+from medvl.inference.scores import ABLE, Scorer, heatmap
 from medvl.inference.texts import answer, write_report
 from medvl.models import VQA, DualEncoder, LabelModel
 from medvl.models.base import System
@@ -308,3 +306,47 @@ def _read_lines(path: Path) -> Iterator[ImageResult]:
     for line in whole.decode().split("\n")[:-1]:  # not at the separators of Unicode, which names may have
         data = parse_json(line)
         yield ImageResult(**{**data, "overlays": tuple(data.get("overlays", ()))})
+
+
+# Image files that users name: files, and folders with all images below them.
+
+SUFFIXES = frozenset((".dcm", ".dicom", ".jpg", ".jpeg", ".png"))
+
+
+def find_images(paths: Iterable[Path | str]) -> list[Path]:
+    """Return the image files among paths, sorted within a folder, without repetitions.
+
+    A file is taken as it is. Of a folder, all files below it are taken that end in .dcm, .dicom, .jpg, .jpeg or .png,
+    or begin as a DICOM file does, as those of DICOM trees without suffixes; hidden ones are left out, and links to
+    folders are not followed.
+
+    Raises ImageError for a path that does not exist, and for folders without an image.
+    """
+    found: dict[Path, None] = {}
+    for path in map(Path, paths):
+        if not path.exists():
+            raise ImageError(f"{path} does not exist", "not_found", field="images")
+        found |= dict.fromkeys(_below(path) if path.is_dir() else [path])
+    if not found:
+        raise ImageError("expected images, or folders with DICOM, JPEG or PNG files; got none", "empty", field="images")
+    return list(found)
+
+
+def _below(folder: Path) -> Iterator[Path]:
+    for parent, folders, names in os.walk(folder):
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
+        for name in sorted(names):
+            path = Path(parent, name)
+            if not name.startswith(".") and (path.suffix.lower() in SUFFIXES or _is_dicom(path)):
+                yield path
+
+
+def _is_dicom(path: Path) -> bool:
+    """Return whether a file has the preamble of DICOM, other than that of a DICOMDIR, which has no image."""
+    if path.name.upper() == "DICOMDIR" or not path.is_file():
+        return False
+    try:
+        with path.open("rb") as file:
+            return starts_like_dicom(file.read(132))
+    except OSError:
+        return False

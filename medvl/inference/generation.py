@@ -15,15 +15,13 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from medvl.common.checks import check_choice, check_within
-from medvl.common.config_io import to_dict
+from medvl.common.config_io import check_choice, check_within, to_dict
 from medvl.common.files import sha256, write_atomic
 from medvl.common.seeding import derive
 from medvl.common.text_files import read_text
 from medvl.data.images.codecs import encode_png
 from medvl.data.images.generated import GeneratedImages, GeneratedImagesWriter, Generation
-from medvl.data.loading.sources import color_for
-from medvl.data.loading.subset import select_samples
+from medvl.data.loading.sources import color_for, select_samples
 from medvl.data.shards.source import ShardSource
 from medvl.data.transforms.text import WholeText
 from medvl.errors import ConfigError
@@ -31,7 +29,7 @@ from medvl.inference.models import refuse
 from medvl.models.checkpoint import load, train_manifests
 from medvl.models.image_generation.latent_diffusion import LatentDiffusion
 from medvl.models.image_generation.sampling import Sampling, sample_images
-from medvl.models.locate import WEIGHTS, find_checkpoint
+from medvl.models.weights import WEIGHTS, find_checkpoint
 
 CONTACT_SHEET = "contact_sheet.png"
 _MAX_PROMPT_BYTES = 64 * 2**20

@@ -1,19 +1,130 @@
 """Models for inference: loading, checks, batches of images."""
 
-from collections.abc import Iterator, Sequence
+import dataclasses
+import os
+import warnings
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from io import BytesIO
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, BinaryIO, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from medvl.data.images.inputs import ImageInput
+from medvl.data.dicom.reader import DicomHeader, DicomImage, decode_dicom_header
+from medvl.data.images.read import ImageInput, starts_like_dicom
 from medvl.data.transforms.image import as_list
-from medvl.errors import ConfigError
-from medvl.inference.modality import warn_of_other_images
+from medvl.errors import ConfigError, DicomError
 from medvl.models.base import System
 from medvl.models.checkpoint import load
+from medvl.models.image_kinds import CHEST_RADIOGRAPHS, ImageKind, image_kinds
+from medvl.models.weights import manifests_of
 from medvl.schema import Batch
+
+# Whether an image is of the kind that a model was trained on: modality and body part of its DICOM
+# header.
+
+
+@dataclasses.dataclass(frozen=True)
+class Expected:
+    """Images that a model was trained on."""
+
+    kinds: tuple[ImageKind, ...] = (CHEST_RADIOGRAPHS,)
+    recorded: bool = False
+    """Whether the checkpoint records corpora that state the kind of all their images."""
+
+    @classmethod
+    def by(cls, model: nn.Module) -> "Expected":
+        """Return the images that a model expects: chest radiographs where its checkpoint does not record the kind."""
+        kinds = image_kinds(manifests_of(model))
+        known = tuple(kind for kind in kinds if kind is not None)
+        return cls(known, recorded=len(known) == len(kinds)) if known else cls()
+
+    @property
+    def name(self) -> str:
+        """The kinds, joined by "or"."""
+        return " or ".join(kind.name for kind in self.kinds)
+
+    def doubt(self, header: DicomHeader | None) -> str | None:
+        """Return why an image is of another kind, such as "MR, HEAD"; None where the header does not show it.
+
+        JPEG and PNG files have no such header, and DICOM files need not state the part of the body.
+        """
+        if header is None:
+            return None
+        parts = [kind.body_parts for kind in self.kinds if header.modality in kind.modalities or not kind.modalities]
+        if parts:
+            return None if any(_is_of(header, each) for each in parts) else header.body_part
+        of_part = any(_is_of(header, kind.body_parts) for kind in self.kinds)
+        modality = header.modality or "no known modality"
+        return modality if of_part else f"{modality}, {header.body_part}"
+
+
+def _is_of(header: DicomHeader, body_parts: Sequence[str]) -> bool:
+    return header.body_part is None or not body_parts or header.body_part in body_parts
+
+
+def header_of(image: Any) -> DicomHeader | None:
+    """Return the allow-listed header of a DICOM file, given by its path or bytes; None for other images."""
+    try:
+        if isinstance(image, DicomImage):
+            return image.header
+        if isinstance(image, bytes | bytearray):
+            return _header(BytesIO(image))
+        if isinstance(image, str | os.PathLike) and Path(image).is_file():
+            with Path(image).open("rb") as file:
+                return _header(file)
+    except (DicomError, OSError):  # reading the pixels reports it
+        return None
+    return None
+
+
+def _header(file: BinaryIO) -> DicomHeader | None:
+    is_dicom = starts_like_dicom(file.read(132))
+    file.seek(0)
+    return decode_dicom_header(file) if is_dicom else None
+
+
+def warn_of_other_images(model: nn.Module, images: Iterable[Any]) -> None:
+    """Issue a UserWarning if DICOM files are of another kind than the images that the model was trained on."""
+    expected = Expected.by(model)
+    message = describe_doubts([expected.doubt(header_of(image)) for image in images], expected)
+    if message:
+        warnings.warn(message, UserWarning, stacklevel=4)
+
+
+def describe_doubts(doubts: Sequence[str | None], expected: Expected) -> str | None:
+    """Return the warning about images, given the doubt of each; None if there is none."""
+    kinds = Counter(doubt for doubt in doubts if doubt is not None)
+    if not kinds:
+        return None
+    counts = "; ".join(f"{count} {kind}" for kind, count in kinds.most_common(5)) + ("; ..." if len(kinds) > 5 else "")
+    found = f"{kinds.total()} of {len(doubts)} images are no {expected.name} by their header ({counts})"
+    assumed = "" if expected.recorded else "; the checkpoint does not record what all its training images show"
+    return f"{found}: a model trained on {expected.name} gives meaningless results for others{assumed}"
+
+
+def describe_doubt(header: DicomHeader | None, models: Mapping[str, Expected]) -> str | None:
+    """Return the warning about one image for models by their title; None if there is none.
+
+    Titles are named where the image is of the kind of some models and not of others.
+    """
+    titles: dict[tuple[str, str], list[str]] = {}
+    for title, expected in models.items():
+        doubt = expected.doubt(header)
+        if doubt is not None:
+            titles.setdefault((doubt, expected.name), []).append(title)
+    sentences = []
+    for (doubt, kind), named in titles.items():
+        before = "" if len(named) == len(models) else f"{', '.join(named)}: "
+        sentences.append(f"{before}The header says {doubt}; models for {kind} give meaningless results here.")
+    assumed = [title for named in titles.values() for title in named if not models[title].recorded]
+    if assumed:
+        reason = "Assumed, because the checkpoint does not record its training images"
+        sentences.append(f"{reason}: {', '.join(assumed)}.")
+    return " ".join(sentences) or None
+
 
 BATCH = 32
 AnyImage = TypeVar("AnyImage", bound=ImageInput)

@@ -1,23 +1,125 @@
 """Probabilities of findings and phrases in images."""
 
+import dataclasses
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, overload
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from medvl.common.label_names import match_labels
-from medvl.data.images.inputs import ImageInput
+from medvl.common.label_names import match_labels, spoken_name
+from medvl.data.images.read import ImageInput
 from medvl.errors import ConfigError, EvaluationError
-from medvl.eval.zero_shot_classification.prompts import ClassPrompts, PromptSet, load_prompts
+from medvl.eval.grounding.heatmaps import Maps, choose_maps, phrase_maps
+from medvl.eval.zero_shot_classification.prompts import COMPETING, ClassPrompts, PromptSet, load_prompts
 from medvl.eval.zero_shot_classification.scores import PromptScorer
-from medvl.inference.models import AnyImage, Images, batches, is_single, make_batch, open_model, refuse
-from medvl.inference.prompts import PROMPTS, Texts, prompts_for
-from medvl.models import DualEncoder, LabelModel
-from medvl.models.base import System
-from medvl.models.eval_mode import evaluating
+from medvl.inference.models import (
+    AnyImage,
+    Images,
+    batches,
+    is_single,
+    make_batch,
+    open_model,
+    refuse,
+    warn_of_other_images,
+)
+from medvl.models import VQA, DualEncoder, LabelModel
+from medvl.models.base import System, evaluating
+from medvl.models.downstream.vqa.heads import question_attention
+from medvl.models.heatmaps import on_image
 from medvl.schema import Embeddings
+
+# Prompt sets from the texts of a user: names of findings, phrases, pairs of sentences.
+
+Texts = Sequence[str | tuple[str, str]] | Mapping[str, tuple[str, str]]
+"""Texts to score: names of findings, phrases, pairs of a sentence for and one against; or name -> pair."""
+PROMPTS = "chexpert_ensemble"
+"""Prompt set of `medvl eval zero-shot`."""
+_THERE = re.compile(r"there (?:is|are)\s+(?:an?\s+|the\s+)?", re.IGNORECASE)
+_NEGATED = re.compile(r"(?:there (?:is|are) )?no\b|without\b", re.IGNORECASE)
+
+
+def prompts_for(
+    texts: Texts | None, prompts: PromptSet | Path | str = PROMPTS, temperature: float | None = None
+) -> PromptSet:
+    """Return the prompt set that scores texts.
+
+    Args:
+        texts: None for all classes of the set. The name of a class, in any spelling, has the sentences of the set; a
+            pair is a sentence for and one against; another phrase X is compared as "There is X." with "There is no X.".
+        prompts: a prompt set, its name (`medvl list prompts`) or a JSON file, with the rule and the temperature.
+        temperature: divisor of similarities before the softmax; None takes the set's.
+
+    Raises EvaluationError for an unknown or damaged set, one without probabilities, an empty list, an empty, negated
+    or repeated text, and a phrase where the classes of the set compete with each other.
+    """
+    base = prompts if isinstance(prompts, PromptSet) else load_prompts(prompts)
+    if not base.gives_probabilities:
+        message = (
+            f"prompt set {base.name!r} gives no probabilities ({base.scoring}); evaluate it with medvl eval zero-shot"
+        )
+        raise EvaluationError(message, "unsupported", field="prompts")
+    if temperature is not None:
+        if not 0 < temperature < float("inf"):
+            raise EvaluationError(f"expected temperature > 0, got {temperature}", "out_of_range", field="temperature")
+        base = dataclasses.replace(base, temperature=temperature)
+    if texts is None:
+        return base
+    pairs = list(texts.items()) if isinstance(texts, Mapping) else [(text, text) for text in _listed(texts)]
+    if not pairs:
+        raise EvaluationError("expected at least one text, got none", "empty", field="texts")
+    classes: dict[str, ClassPrompts] = {}
+    for key, text in pairs:
+        name = key if isinstance(key, str) else key[0]
+        if name in classes:
+            raise EvaluationError(f"duplicate text {name!r}", "conflict", field="texts")
+        classes[name] = _sides(text, base)
+    if base.scoring in COMPETING and len(classes) < 2:
+        message = f"{base.scoring} of {base.name!r} compares at least two classes; give two texts or another set"
+        raise EvaluationError(message, "empty", field="texts")
+    return dataclasses.replace(base, classes=classes)
+
+
+def _listed(texts: Sequence[str | tuple[str, str]]) -> Sequence[str | tuple[str, str]]:
+    return [texts] if isinstance(texts, str) else texts
+
+
+def _sides(text: str | tuple[str, str], base: PromptSet) -> ClassPrompts:
+    """Return the sentences for and against a text."""
+    competing = base.scoring in COMPETING
+    if isinstance(text, str):
+        known = match_labels(list(base.classes), [text], synonyms=False)
+        if known:
+            return base.classes[next(iter(known))]
+        if not competing:
+            return _pair_of(text)
+        message = f"prompt set {base.name!r} compares its own classes {', '.join(base.classes)}, got {text!r}"
+        raise EvaluationError(message, "unknown_name", field="texts")
+    if competing or len(text) != 2 or not all(isinstance(side, str) and side.strip() for side in text):
+        message = (
+            f"expected a pair of a sentence for and one against, for a set of pairs; got {text!r} for {base.name!r}"
+        )
+        raise EvaluationError(message, "malformed", field="texts")
+    return ClassPrompts(positive=(text[0],), negative=(text[1],))
+
+
+def _pair_of(text: str) -> ClassPrompts:
+    phrase = _THERE.sub("", text.strip(), count=1) if _THERE.match(text.strip()) else text.strip()
+    phrase = phrase.rstrip(". ")
+    phrase = spoken_name(phrase) if any(sign in phrase for sign in "_=") else phrase
+    if not phrase:
+        raise EvaluationError("expected a text, got an empty one", "empty", field="texts")
+    if _NEGATED.match(text.strip()) or _NEGATED.match(phrase):
+        message = f"{text!r} is a negation; name the finding, or give a pair (sentence for, sentence against)"
+        raise EvaluationError(message, "unsupported", field="texts")
+    if not phrase[1:2].isupper():  # not an abbreviation
+        phrase = phrase[0].lower() + phrase[1:]
+    return ClassPrompts(positive=(f"There is {phrase}.",), negative=(f"There is no {phrase}.",))
+
 
 ABLE = "use a dual-encoder (convirt, gloria, chexzero, ...) or a classifier of images"
 
@@ -165,3 +267,68 @@ def _labels(model: LabelModel, texts: Any) -> tuple[tuple[str, ...], list[int]]:
         message = f"this classifier has the labels {', '.join(labels)}; got {unknown[0]!r}" if unknown else "no texts"
         raise ConfigError(message, "unknown_name" if unknown else "empty", field="texts")
     return tuple(texts), [labels.index(label_of[text]) for text in texts]
+
+
+# Heat maps of a text in an image, in pixels of the original.
+
+HEATMAP_ADVICE = "use a dual-encoder (gloria, biovil, convirt, ...) or a VQA model whose image encoder has a grid"
+
+
+def heatmap(
+    model: System | Path | str,
+    image: ImageInput,
+    text: str,
+    *,
+    maps: Maps | None = None,
+    smoothing: float = 0.0,
+) -> NDArray[np.float32]:
+    """Return the heat map of a text: (H, W) float32 in pixels of the original image, NaN outside of the model's crop.
+
+    Dual-encoders compare the text with each region (`medvl eval grounding`): the attention of its words where the model
+    has one (GLoRIA), else the cosine similarity, which may be negative. VQA models give the attention of the question's
+    words. Larger is warmer; values of two images or models cannot be compared.
+
+    Args:
+        model: the model, or what `medvl.load` takes.
+        image: one image (`medvl.data.ImageInput`).
+        text: a phrase, or a question for a VQA model.
+        maps: "attention" or "similarity", of dual-encoders; None takes attention where the model has it.
+        smoothing: standard deviation, in cells of the grid, of a Gaussian over similarity maps (BioViL: 1.5).
+
+    Raises:
+        ConfigError: the model has no such maps, `image` or `text` is a list, or the text is empty.
+        EvaluationError: the image encoder has no grid of patches in the space of texts, or `maps` does not exist.
+        ImageError, DicomError, FileNotFoundError: the image cannot be read.
+
+    Warns (UserWarning) as `medvl.infer`.
+    """
+    system = open_model(model)
+    if not is_single(image):
+        raise ConfigError("expected one image, got a list; call heatmap for each", "wrong_type", field="image")
+    if not isinstance(text, str):
+        raise ConfigError("expected one text; call heatmap for each", "wrong_type", field="text")
+    if not text.strip():
+        raise ConfigError("expected a text, got an empty one", "empty", field="text")
+    if not isinstance(system, DualEncoder | VQA):
+        raise refuse(system, "locate a text in an image", HEATMAP_ADVICE)
+    warn_of_other_images(system, [image])
+    pixels = system.transform.read(image)
+    image_BCHW, size = system.transform(pixels).to(system.device), (pixels.shape[0], pixels.shape[1])
+    with evaluating(system):
+        if isinstance(system, DualEncoder):
+            kind = choose_maps(system, maps)
+            [map_HW] = phrase_maps(system, image_BCHW, [text], [size], maps=kind, smoothing=smoothing)
+        else:
+            map_HW = _question_map(system, image_BCHW, text, size)
+    result: NDArray[np.float32] = map_HW.float().cpu().numpy()
+    return result
+
+
+@torch.no_grad()
+def _question_map(model: VQA, image_BCHW: Tensor, question: str, size: tuple[int, int]) -> Tensor:
+    attention = question_attention(model.fusion_model, make_batch(model, image_BCHW, [question]))
+    if attention.grid is None:
+        raise refuse(model, "locate a text in an image", HEATMAP_ADVICE)
+    map_1hw = attention.words_BP.unflatten(1, attention.grid)
+    placed: Any = on_image(map_1hw, model.transform.box(*size), *size)[0]
+    return placed

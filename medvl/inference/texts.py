@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, overload
 
-from medvl.data.images.inputs import ImageInput
+from medvl.data.images.read import ImageInput
 from medvl.errors import ConfigError
 from medvl.eval.report_generation.generate import ReportWriter, decode_texts
 from medvl.inference.models import (
@@ -19,8 +19,7 @@ from medvl.inference.models import (
     texts_for,
 )
 from medvl.models import VQA
-from medvl.models.base import System
-from medvl.models.eval_mode import evaluating
+from medvl.models.base import System, evaluating
 from medvl.models.text_decoding import Decoding
 
 CAN_ANSWER = "use a model trained for visual question answering (recipes/vqa_finetune.py)"

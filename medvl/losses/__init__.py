@@ -3,21 +3,46 @@
 from medvl.losses.diffusion import denoising, edge_l1, gaussian_kl, reconstruction
 from medvl.losses.local.gloria import gloria_local
 from medvl.losses.local.statements import patch_cosine, statement_contrast
-from medvl.losses.local.transport import word_patch_alignment
-from medvl.losses.local.within_sample import grid_positives, local_alignment, local_uniformity, within_sample_nce
-from medvl.losses.masked.mim import mim
-from medvl.losses.masked.mlm import mlm, mlm_by_text, mlm_distilled, symmetric_kl
-from medvl.losses.masked.regions import region_kl, region_labels, region_regression
-from medvl.losses.pairs.contrastive import clip, convirt, siglip
+from medvl.losses.local.within_sample import (
+    grid_positives,
+    local_alignment,
+    local_uniformity,
+    within_sample_nce,
+    word_patch_alignment,
+)
+from medvl.losses.masked import (
+    mim,
+    mlm,
+    mlm_by_text,
+    mlm_distilled,
+    region_kl,
+    region_labels,
+    region_regression,
+    symmetric_kl,
+)
+from medvl.losses.pairs.contrastive import (
+    clip,
+    convirt,
+    label_similarity,
+    multi_hot,
+    multi_positive,
+    siglip,
+    soft_targets,
+)
 from medvl.losses.pairs.itc import itc, unimodal_itc
 from medvl.losses.pairs.itm import itm
 from medvl.losses.pairs.mutual_information import SeparableCritic, dv_bound, info_nce_bound, information_bound
-from medvl.losses.pairs.prototypes import prototype_swap, sinkhorn
-from medvl.losses.pairs.reverse_gradient import modality_confusion, reverse_gradient
-from medvl.losses.pairs.soft_targets import label_similarity, multi_hot, multi_positive, soft_targets
-from medvl.losses.supervised.classification import known_labels, multilabel_bce
-from medvl.losses.supervised.dense import bce_dice, contrastive_mask, detection, lvit
-from medvl.losses.supervised.vqa import answer_words, vqa_bce
+from medvl.losses.pairs.prototypes import modality_confusion, prototype_swap, reverse_gradient, sinkhorn
+from medvl.losses.supervised import (
+    answer_words,
+    bce_dice,
+    contrastive_mask,
+    detection,
+    known_labels,
+    lvit,
+    multilabel_bce,
+    vqa_bce,
+)
 
 __all__ = [
     "SeparableCritic",

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 from medvl.common.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
-    from medvl.common.checks import check_choice as check_choice, check_within as check_within
+    from medvl.common.config_io import check_choice as check_choice, check_within as check_within
     from medvl.models.base import (
         EncoderArguments as EncoderArguments,
         System as System,
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from medvl.models.downstream.dense_base import (
         DenseConfig as DenseConfig,
         DenseModel as DenseModel,
+        MaskModel as MaskModel,
         create_dense as create_dense,
     )
     from medvl.models.downstream.detector import Detector as Detector, DetectorConfig as DetectorConfig
@@ -44,7 +45,6 @@ if TYPE_CHECKING:
         create_fused_classifier as create_fused_classifier,
     )
     from medvl.models.downstream.lvit import LViT as LViT, LViTConfig as LViTConfig
-    from medvl.models.downstream.mask_model import MaskModel as MaskModel
     from medvl.models.downstream.regions.create import create_region_detector as create_region_detector
     from medvl.models.downstream.regions.selection import RegionSelection as RegionSelection
     from medvl.models.downstream.retrieval import (
@@ -56,27 +56,29 @@ if TYPE_CHECKING:
     from medvl.models.downstream.vqa.config import DecoderConfig as DecoderConfig, VQAConfig as VQAConfig
     from medvl.models.downstream.vqa.model import VQA as VQA, create_vqa as create_vqa
     from medvl.models.dual_encoders.bases.base import (
+        BertDualConfig as BertDualConfig,
+        BertDualEncoder as BertDualEncoder,
         ContrastiveEncoder as ContrastiveEncoder,
         DualEncoder as DualEncoder,
         DualEncoderConfig as DualEncoderConfig,
         projection_head as projection_head,
-    )
-    from medvl.models.dual_encoders.bases.bert import (
-        BertDualConfig as BertDualConfig,
-        BertDualEncoder as BertDualEncoder,
     )
     from medvl.models.dual_encoders.bases.local import (
         LocalDualConfig as LocalDualConfig,
         LocalDualEncoder as LocalDualEncoder,
     )
     from medvl.models.dual_encoders.bases.pairs import Pairs as Pairs
-    from medvl.models.dual_encoders.bases.sentences import SentenceDualEncoder as SentenceDualEncoder
-    from medvl.models.dual_encoders.bases.text_tasks import (
+    from medvl.models.dual_encoders.bases.sentences import (
+        SentenceDualEncoder as SentenceDualEncoder,
+        pool_sentences as pool_sentences,
+    )
+    from medvl.models.dual_encoders.bfspr import BFSPR as BFSPR, BFSPRConfig as BFSPRConfig
+    from medvl.models.dual_encoders.biovil import (
+        BioViL as BioViL,
+        BioViLConfig as BioViLConfig,
         TextTaskConfig as TextTaskConfig,
         TextTaskEncoder as TextTaskEncoder,
     )
-    from medvl.models.dual_encoders.bfspr import BFSPR as BFSPR, BFSPRConfig as BFSPRConfig
-    from medvl.models.dual_encoders.biovil import BioViL as BioViL, BioViLConfig as BioViLConfig
     from medvl.models.dual_encoders.biovil_t import BioViLT as BioViLT, BioViLTConfig as BioViLTConfig
     from medvl.models.dual_encoders.carzero import CARZero as CARZero, CARZeroConfig as CARZeroConfig
     from medvl.models.dual_encoders.chexzero import CheXzero as CheXzero, CheXzeroConfig as CheXzeroConfig
@@ -106,49 +108,61 @@ if TYPE_CHECKING:
         BatchNormHead as BatchNormHead,
         MaskedBatchNorm as MaskedBatchNorm,
     )
-    from medvl.models.dual_encoders.parts.sentences import pool_sentences as pool_sentences
-    from medvl.models.dual_encoders.parts.tfidf import fit_tfidf as fit_tfidf
     from medvl.models.dual_encoders.radzero import RadZero as RadZero, RadZeroConfig as RadZeroConfig
     from medvl.models.dual_encoders.siglip import SigLIP as SigLIP, SigLIPConfig as SigLIPConfig
-    from medvl.models.dual_encoders.umrl import UMRL as UMRL, UMRLConfig as UMRLConfig
-    from medvl.models.factory import create_model as create_model
-    from medvl.models.fusion_encoders.albef import ALBEF as ALBEF, ALBEFConfig as ALBEFConfig
-    from medvl.models.fusion_encoders.arl import ARL as ARL, ARLConfig as ARLConfig
-    from medvl.models.fusion_encoders.bases.aligned import (
+    from medvl.models.dual_encoders.umrl import UMRL as UMRL, UMRLConfig as UMRLConfig, fit_tfidf as fit_tfidf
+    from medvl.models.factory import (
+        create_model as create_model,
+        create_model_and_transforms as create_model_and_transforms,
+        from_pretrained as from_pretrained,
+        get_tokenizer as get_tokenizer,
+        list_pretrained as list_pretrained,
+        push_to_hub as push_to_hub,
+        save_pretrained as save_pretrained,
+    )
+    from medvl.models.fusion_encoders.albef import (
+        ALBEF as ALBEF,
+        ALBEFConfig as ALBEFConfig,
         AlignedFusionConfig as AlignedFusionConfig,
         AlignedFusionModel as AlignedFusionModel,
     )
-    from medvl.models.fusion_encoders.bases.base import FusionModel as FusionModel
-    from medvl.models.fusion_encoders.bases.bert_stream import BertStream as BertStream
-    from medvl.models.fusion_encoders.bases.config import FusionConfig as FusionConfig, StreamConfig as StreamConfig
-    from medvl.models.fusion_encoders.bases.joint_bert import JointBERT as JointBERT
-    from medvl.models.fusion_encoders.bases.joint_stream import JointStream as JointStream
-    from medvl.models.fusion_encoders.bases.masked_matching import MaskedMatchingModel as MaskedMatchingModel
-    from medvl.models.fusion_encoders.bases.region_model import RegionConfig as RegionConfig, RegionModel as RegionModel
-    from medvl.models.fusion_encoders.berthop import BERTHop as BERTHop, BERTHopConfig as BERTHopConfig
-    from medvl.models.fusion_encoders.lxmert import LXMERT as LXMERT, LXMERTConfig as LXMERTConfig
-    from medvl.models.fusion_encoders.m2i2 import M2I2 as M2I2, M2I2Config as M2I2Config
-    from medvl.models.fusion_encoders.m3ae import M3AE as M3AE, M3AEConfig as M3AEConfig
-    from medvl.models.fusion_encoders.medvill import MedViLL as MedViLL, MedViLLConfig as MedViLLConfig
-    from medvl.models.fusion_encoders.mixed import MixedConfig as MixedConfig, MixedModel as MixedModel
-    from medvl.models.fusion_encoders.mrm import MRM as MRM, MRMConfig as MRMConfig
-    from medvl.models.fusion_encoders.mumc import MUMC as MUMC, MUMCConfig as MUMCConfig
-    from medvl.models.fusion_encoders.objectives.alignment import WordPatchAlignment as WordPatchAlignment
-    from medvl.models.fusion_encoders.objectives.base import (
-        Corruption as Corruption,
-        Encoded as Encoded,
-        Objective as Objective,
+    from medvl.models.fusion_encoders.arl import ARL as ARL, ARLConfig as ARLConfig, EntityAlignment as EntityAlignment
+    from medvl.models.fusion_encoders.bases.base import (
+        FusionConfig as FusionConfig,
+        FusionModel as FusionModel,
+        MaskedMatchingModel as MaskedMatchingModel,
+        StreamConfig as StreamConfig,
     )
-    from medvl.models.fusion_encoders.objectives.entities import EntityAlignment as EntityAlignment
-    from medvl.models.fusion_encoders.objectives.matching import ImageTextMatching as ImageTextMatching
-    from medvl.models.fusion_encoders.objectives.patches import MaskedImageModeling as MaskedImageModeling
-    from medvl.models.fusion_encoders.objectives.regions import (
+    from medvl.models.fusion_encoders.bases.bert_stream import BertStream as BertStream, JointStream as JointStream
+    from medvl.models.fusion_encoders.bases.region_model import (
         MaskedObjectLabels as MaskedObjectLabels,
         MaskedRegionClassification as MaskedRegionClassification,
         MaskedRegionFeatures as MaskedRegionFeatures,
         MaskedRegionRegression as MaskedRegionRegression,
+        RegionConfig as RegionConfig,
+        RegionModel as RegionModel,
     )
-    from medvl.models.fusion_encoders.objectives.words import MaskedLanguageModeling as MaskedLanguageModeling
+    from medvl.models.fusion_encoders.berthop import BERTHop as BERTHop, BERTHopConfig as BERTHopConfig
+    from medvl.models.fusion_encoders.lxmert import LXMERT as LXMERT, LXMERTConfig as LXMERTConfig
+    from medvl.models.fusion_encoders.m2i2 import M2I2 as M2I2, M2I2Config as M2I2Config
+    from medvl.models.fusion_encoders.m3ae import M3AE as M3AE, M3AEConfig as M3AEConfig
+    from medvl.models.fusion_encoders.medvill import (
+        JointBERT as JointBERT,
+        MedViLL as MedViLL,
+        MedViLLConfig as MedViLLConfig,
+    )
+    from medvl.models.fusion_encoders.mixed import MixedConfig as MixedConfig, MixedModel as MixedModel
+    from medvl.models.fusion_encoders.mrm import MRM as MRM, MRMConfig as MRMConfig
+    from medvl.models.fusion_encoders.mumc import MUMC as MUMC, MUMCConfig as MUMCConfig
+    from medvl.models.fusion_encoders.objectives.base import (
+        Corruption as Corruption,
+        Encoded as Encoded,
+        MaskedLanguageModeling as MaskedLanguageModeling,
+        Objective as Objective,
+        WordPatchAlignment as WordPatchAlignment,
+    )
+    from medvl.models.fusion_encoders.objectives.matching import ImageTextMatching as ImageTextMatching
+    from medvl.models.fusion_encoders.objectives.patches import MaskedImageModeling as MaskedImageModeling
     from medvl.models.fusion_encoders.pixelbert import PixelBERT as PixelBERT, PixelBERTConfig as PixelBERTConfig
     from medvl.models.fusion_encoders.ptunifier import PTUnifier as PTUnifier, PTUnifierConfig as PTUnifierConfig
     from medvl.models.fusion_encoders.streams import (
@@ -164,24 +178,17 @@ if TYPE_CHECKING:
         VisualBERT as VisualBERT,
         VisualBERTConfig as VisualBERTConfig,
     )
-    from medvl.models.hub import (
-        create_model_and_transforms as create_model_and_transforms,
-        from_pretrained as from_pretrained,
-        get_tokenizer as get_tokenizer,
-        list_pretrained as list_pretrained,
-        push_to_hub as push_to_hub,
-        save_pretrained as save_pretrained,
-    )
     from medvl.models.image_generation.autoencoder import (
         Autoencoder as Autoencoder,
         AutoencoderConfig as AutoencoderConfig,
+        AutoencoderSizes as AutoencoderSizes,
+        UNetSizes as UNetSizes,
     )
-    from medvl.models.image_generation.create import create_latent_diffusion as create_latent_diffusion
     from medvl.models.image_generation.latent_diffusion import (
         LatentDiffusion as LatentDiffusion,
         LatentDiffusionConfig as LatentDiffusionConfig,
+        create_latent_diffusion as create_latent_diffusion,
     )
-    from medvl.models.image_generation.parts import AutoencoderSizes as AutoencoderSizes, UNetSizes as UNetSizes
     from medvl.models.image_generation.roentgen import RoentGen as RoentGen, RoentGenConfig as RoentGenConfig
     from medvl.models.image_generation.sampling import Sampling as Sampling, sample_images as sample_images
     from medvl.models.interpolation import interpolate as interpolate
@@ -189,6 +196,7 @@ if TYPE_CHECKING:
     from medvl.models.language.base import (
         LanguageConfig as LanguageConfig,
         LanguageModel as LanguageModel,
+        MaskedWordScore as MaskedWordScore,
         TextModelConfig as TextModelConfig,
     )
     from medvl.models.language.kebert import (
@@ -197,9 +205,6 @@ if TYPE_CHECKING:
         KEBERTConfig as KEBERTConfig,
     )
     from medvl.models.language.masked_text import MaskedText as MaskedText, MaskedTextConfig as MaskedTextConfig
-    from medvl.models.language.score import MaskedWordScore as MaskedWordScore
-    from medvl.models.lineage import copy_training as copy_training
-    from medvl.models.locate import find_checkpoint as find_checkpoint
     from medvl.models.registry import (
         list_models as list_models,
         register_system as register_system,
@@ -208,6 +213,10 @@ if TYPE_CHECKING:
     from medvl.models.report_generators.base import ReportGenerator as ReportGenerator
     from medvl.models.report_generators.r2gen import R2Gen as R2Gen, R2GenConfig as R2GenConfig
     from medvl.models.text_decoding import Decoding as Decoding
-    from medvl.models.weights import consolidate as consolidate
+    from medvl.models.weights import (
+        consolidate as consolidate,
+        copy_training as copy_training,
+        find_checkpoint as find_checkpoint,
+    )
 
 __getattr__, __dir__, __all__ = lazy_exports(__name__, __file__)

@@ -7,8 +7,7 @@ from typing import Any
 
 from medvl.common.files import write_atomic
 from medvl.models.image_kinds import image_kind
-from medvl.models.lineage import generator_manifests
-from medvl.models.locate import CARD
+from medvl.models.weights import CARD, generator_manifests
 
 NO_LICENCE = "not-stated"
 _RESULTS = "## Results\n\n", "\n## Licence"

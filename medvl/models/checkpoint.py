@@ -20,8 +20,8 @@ from medvl.data.transforms.image import EvalTransform, OriginalTransform
 from medvl.errors import CheckpointError, ConfigError
 from medvl.models.base import System
 from medvl.models.card import model_card
-from medvl.models.lineage import manifests_of, record_training
-from medvl.models.locate import (
+from medvl.models.registry import list_models, system
+from medvl.models.weights import (
     ANCESTORS,
     CARD,
     CONFIG,
@@ -31,10 +31,12 @@ from medvl.models.locate import (
     WEIGHTS,
     find_checkpoint,
     hub_advice,
+    limited_allocation,
+    manifests_of,
     nearby_checkpoints,
+    read_weights,
+    record_training,
 )
-from medvl.models.registry import list_models, system
-from medvl.models.weights import limited_allocation, read_weights
 
 _log = logging.getLogger(__name__)
 _FORMAT = 2
@@ -59,7 +61,7 @@ def save(
         folder: gets `config.json`, `model.safetensors`, `README.md` and, if the model has a tokenizer, `tokenizer/`.
         run: how the model was trained (recipe, data, versions); JSON values only. The manifest of the training data,
             under `train_manifest`, gets a file of its own, and so do those of earlier training
-            (`medvl.models.lineage`): evaluators refuse data that shares a patient with one of them. With `marker`, the
+            (`medvl.models.weights`): evaluators refuse data that shares a patient with one of them. With `marker`, the
             name of the file that the caller writes last, the checkpoint is not loaded without that file.
         licence, results: entries of the card (`medvl.models.card`).
         weights: False leaves out `model.safetensors`, where ranks write the weights in parts (`medvl.models.weights`).

@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from medvl.models.lineage import generator_manifests
+from medvl.models.weights import generator_manifests
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,7 +13,7 @@ import torch
 from medvl.errors import CheckpointError, ConfigError
 from medvl.models.base import System
 from medvl.models.checkpoint import load
-from medvl.models.lineage import add_training
+from medvl.models.weights import add_training
 
 
 def interpolate(start: Path | str, end: Path | str, share: float) -> System:

@@ -12,7 +12,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from medvl.common.checks import check_within
+from medvl.common.config_io import check_within
 from medvl.errors import ConfigError
 
 

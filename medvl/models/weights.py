@@ -7,24 +7,164 @@ Both are read without pickle, by any number of processes.
 """
 
 import contextlib
+import hashlib
 import json
 import math
+import re
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import safetensors
 import safetensors.torch
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from medvl.common import folders
-from medvl.common.files import MARKER, check_marker
+from medvl.common import files as folders
+from medvl.common.files import MARKER, check_marker, sha256
+from medvl.common.hub import HUB_PREFIX, fetch_snapshot, is_hub_id
 from medvl.common.untrusted import ANYWHERE, parse_json, read_json
 from medvl.encoders.pretrained import check_finite
-from medvl.errors import CheckpointError
-from medvl.models.allocation import AllocationLimit, elements_of
-from medvl.models.locate import CONFIG, MODEL_FILES, TRAIN_STATE, WEIGHT_PARTS, WEIGHTS, find_checkpoint, weight_files
+from medvl.encoders.regions import RegionEncoder
+from medvl.errors import CheckpointError, MedvlError, WeightsError
+
+# Limit of the memory that building a model can allocate, from the size of the weights that it is
+# built for.
+
+_FACTOR, _SLACK = 4, 2**26
+"""Limit of the elements that building a model may allocate: a multiple of those of the weights, plus a constant for
+buffers that are not saved."""
+
+
+class AllocationLimit(TorchDispatchMode):
+    """Context in which new tensors may have a few times a number of elements, all together.
+
+    The sizes in a configuration, or in the names of a file's tensors, are not checked before the model is built. So
+    that damaged or foreign ones cannot exhaust the memory, each new tensor is measured on the meta device before it is
+    allocated.
+
+    Args:
+        elements: number of elements of the weights.
+        error: raised within the context where the limit is exceeded.
+    """
+
+    def __init__(self, elements: int, error: MedvlError) -> None:
+        super().__init__()
+        self._left, self._error = _FACTOR * elements + _SLACK, error
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Run an operator, counting the elements that it allocates if it creates a tensor from nothing."""
+        kwargs = dict(kwargs or {})
+        if "device" in kwargs and torch.device(kwargs["device"] or "cpu").type != "meta":
+            self._count(func, args, kwargs)
+        return func(*args, **kwargs)
+
+    def _count(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        try:
+            planned = func(*args, **{**kwargs, "device": torch.device("meta")})
+            self._left -= planned.numel() if isinstance(planned, Tensor) else 0
+        except RuntimeError:  # more bytes than 64 bits can count
+            self._left = -1
+        if self._left < 0:
+            raise self._error
+
+
+def elements_of(files: Iterable[Path]) -> int:
+    """Return the number of elements in safetensors files. Raises what `safetensors.safe_open` does for damaged ones."""
+    elements = 0
+    for path in files:
+        with safetensors.safe_open(path, framework="pt") as file:
+            names = file.keys()
+            elements += sum(math.prod(file.get_slice(name).get_shape()) for name in names)
+    return elements
+
+
+# Folder of a checkpoint from the argument of a user: a checkpoint, a run, or a model on the
+# Hugging Face hub.
+
+CONFIG, WEIGHTS, TOKENIZER, TRAIN_MANIFEST = "config.json", "model.safetensors", "tokenizer", "train_manifest.json"
+WEIGHT_PARTS = "weights"
+"""Folder of a checkpoint whose weights were written by several ranks, each its own part, instead of one file."""
+TRAIN_STATE = "train_state"
+"""Folder of a checkpoint with the state of the training run, which a model does not need."""
+ANCESTORS = "ancestor_manifests.json"
+"""File of a checkpoint with the training manifests of the checkpoints that its run started from, and of theirs."""
+CARD = "README.md"
+"""File of a checkpoint with its model card."""
+MODEL_FILES = (CONFIG, WEIGHTS, f"{TOKENIZER}/*", TRAIN_MANIFEST, ANCESTORS, CARD)
+"""Files of a checkpoint that make up the model; the others belong to the training run."""
+BEST, LAST = "best", "last"
+"""Links in the folder of a run."""
+_SHOWN_CHECKPOINTS = 5
+_REVISION = re.compile(r"[\w./-]{1,96}", re.ASCII)
+
+
+def find_checkpoint(source: Path | str) -> Path:
+    """Return the folder of a checkpoint.
+
+    Args:
+        source: the folder of a checkpoint; or of a run, for its best checkpoint, or its last one where it has no best;
+            or `hf-hub:OWNER/NAME[@REVISION]`, which is downloaded. Other paths are returned as they are.
+
+    Raises CheckpointError "not_found" for a model of the hub that is not available.
+    """
+    name = str(source)
+    if not on_hub(source):
+        return _of_run(Path(source))
+    if not _is_hub_name(name.removeprefix(HUB_PREFIX)):
+        message = f"expected {HUB_PREFIX}OWNER/NAME, or with @REVISION at the end, got {name!r}"
+        raise CheckpointError(message, "malformed")
+    hub_id, _, revision = name.removeprefix(HUB_PREFIX).partition("@")
+    try:
+        return fetch_snapshot(hub_id, revision or None, (*MODEL_FILES, MARKER))
+    except WeightsError as error:
+        raise CheckpointError(str(error), error.code) from error
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """Return the files of a checkpoint's weights: one, or the parts of several ranks."""
+    return sorted((folder / WEIGHT_PARTS).glob("*.safetensors")) or [folder / WEIGHTS]
+
+
+def weights_sha256(folder: Path) -> str:
+    """Return the sha256 of a checkpoint's weights; of weights in several parts that of their hashes."""
+    hashes = [sha256(file) for file in weight_files(folder)]
+    return hashes[0] if len(hashes) == 1 else hashlib.sha256("".join(hashes).encode()).hexdigest()
+
+
+def nearby_checkpoints(folder: Path) -> str:
+    """Return advice that names the runs and checkpoints in a folder, the first five; "" where there are none."""
+    entries = sorted(folder.iterdir()) if folder.is_dir() else []
+    found = [str(entry) for entry in entries if (_of_run(entry) / CONFIG).is_file()]
+    more = ", ..." if len(found) > _SHOWN_CHECKPOINTS else ""
+    return f"give one of {', '.join(found[:_SHOWN_CHECKPOINTS])}{more}" if found else ""
+
+
+def on_hub(source: Path | str) -> bool:
+    """Return whether `find_checkpoint` takes a name from the hub: one that begins with `hf-hub:`."""
+    return str(source).startswith(HUB_PREFIX)
+
+
+def hub_advice(source: Path | str) -> str:
+    """Return advice for a path that does not exist, but may be meant as the name of a model on the hub; else ""."""
+    name = str(source)
+    is_possible = not on_hub(source) and not Path(source).exists() and _is_hub_name(name)
+    return f"for a model of the hub write {HUB_PREFIX}{name}" if is_possible else ""
+
+
+def _is_hub_name(name: str) -> bool:
+    hub_id, at, revision = name.partition("@")
+    return is_hub_id(hub_id) and (not at or _REVISION.fullmatch(revision) is not None)
+
+
+def _of_run(folder: Path) -> Path:
+    if (folder / CONFIG).is_file():
+        return folder
+    return next((folder / name for name in (BEST, LAST) if (folder / name / CONFIG).is_file()), folder)
 
 
 def limited_allocation(folder: Path) -> AllocationLimit:
@@ -128,3 +268,66 @@ def _weights_errors(folder: Path) -> Iterator[None]:
     except (safetensors.SafetensorError, OSError, ValueError) as error:
         message = f"{path} is not a complete safetensors file ({error}): it is damaged or another format"
         raise CheckpointError(message, "malformed") from None
+
+
+# Training data of a model's weights: its modules record the manifests of the shards that they
+# were trained on.
+#
+# Systems, their encoders and the parts of image generators have an attribute `trained_on`.
+# Whatever copies weights from one model to another copies it too, so that evaluations refuse the
+# patients of every earlier training.
+
+Manifests = Iterable[Mapping[str, Any]]
+"""Manifests of shards, as JSON objects."""
+
+
+def recording_modules(model: nn.Module) -> dict[str, Any]:
+    """Return the modules that record their training data, by name; the name of `model` itself is ""."""
+    return {name: module for name, module in model.named_modules() if "trained_on" in vars(module)}
+
+
+def manifests_of(model: nn.Module) -> list[Mapping[str, Any]]:
+    """Return the manifests that a model's modules record, each once; a loaded checkpoint's own comes first."""
+    recorded = [each for module in recording_modules(model).values() for each in module.trained_on]
+    return [each for number, each in enumerate(recorded) if each not in recorded[:number]]
+
+
+def generator_manifests(manifests: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Return the manifests of the training data of the generators of synthetic images, theirs included."""
+    found = [each for manifest in manifests for one in manifest.get("generators", ()) for each in one["trained_on"]]
+    return [*found, *generator_manifests(found)] if found else []
+
+
+def record_training(model: nn.Module, manifests: Manifests, detector: str | None) -> None:
+    """Record in all modules of a model the training data of the weights that they were loaded with.
+
+    Args:
+        model: a system, or a part of one.
+        manifests: the training data.
+        detector: hash of the detector whose regions the weights were trained with; None: unknown, or pixels.
+    """
+    for module in recording_modules(model).values():
+        module.trained_on = tuple(manifests)
+        if isinstance(module, RegionEncoder):
+            module.detector = detector
+
+
+def copy_training(source: nn.Module, target: nn.Module) -> None:
+    """Record in a model the training data, and the detector, of another one whose weights it got.
+
+    Each module takes what the module of the same name records; modules that the source lacks stay as they are.
+    """
+    theirs = recording_modules(source)
+    for name, module in recording_modules(target).items():
+        if name in theirs:
+            module.trained_on = theirs[name].trained_on
+            if isinstance(module, RegionEncoder):
+                module.detector = theirs[name].detector
+
+
+def add_training(source: nn.Module, target: nn.Module) -> None:
+    """Add the training data of a model to that of one of the same structure, whose weights it was mixed into."""
+    theirs = recording_modules(source)
+    for name, module in recording_modules(target).items():
+        more = [each for each in theirs[name].trained_on if each not in module.trained_on]
+        module.trained_on = (*module.trained_on, *more)

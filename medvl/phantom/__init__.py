@@ -16,35 +16,32 @@ from medvl.common.lazy_exports import lazy_exports
 if TYPE_CHECKING:
     from medvl.phantom.language.reports import Report as Report, compose_report as compose_report
     from medvl.phantom.language.vqa import vqa_images as vqa_images
-    from medvl.phantom.layouts.boxes_and_masks.chestxdet10 import write_chestxdet10 as write_chestxdet10
-    from medvl.phantom.layouts.boxes_and_masks.ms_cxr import write_ms_cxr as write_ms_cxr
-    from medvl.phantom.layouts.boxes_and_masks.object_cxr import write_object_cxr as write_object_cxr
-    from medvl.phantom.layouts.boxes_and_masks.qata import write_qata as write_qata
-    from medvl.phantom.layouts.boxes_and_masks.rsna import write_rsna as write_rsna
-    from medvl.phantom.layouts.boxes_and_masks.siim import write_siim as write_siim
-    from medvl.phantom.layouts.boxes_and_masks.vindr_cxr import write_vindr_cxr as write_vindr_cxr
+    from medvl.phantom.layouts.boxes import (
+        write_chestxdet10 as write_chestxdet10,
+        write_ms_cxr as write_ms_cxr,
+        write_object_cxr as write_object_cxr,
+        write_vindr_cxr as write_vindr_cxr,
+    )
     from medvl.phantom.layouts.dicom_writer import dicom_bytes as dicom_bytes
-    from medvl.phantom.layouts.figures.medicat import write_medicat as write_medicat
-    from medvl.phantom.layouts.figures.roco import write_roco as write_roco
-    from medvl.phantom.layouts.labels.chexpert import write_chexpert as write_chexpert
-    from medvl.phantom.layouts.labels.ms_cxr_t import write_ms_cxr_t as write_ms_cxr_t
-    from medvl.phantom.layouts.questions.vqa_rad_slake import write_slake as write_slake, write_vqa_rad as write_vqa_rad
-    from medvl.phantom.layouts.reports.mimic_cxr import (
+    from medvl.phantom.layouts.figures import write_medicat as write_medicat, write_roco as write_roco
+    from medvl.phantom.layouts.kaggle import write_rsna as write_rsna, write_siim as write_siim
+    from medvl.phantom.layouts.labels import write_chexpert as write_chexpert, write_ms_cxr_t as write_ms_cxr_t
+    from medvl.phantom.layouts.masks import write_qata as write_qata
+    from medvl.phantom.layouts.questions import write_slake as write_slake, write_vqa_rad as write_vqa_rad
+    from medvl.phantom.layouts.reports import (
         write_mimic_cxr as write_mimic_cxr,
         write_mimic_cxr_jpg as write_mimic_cxr_jpg,
+        write_openi as write_openi,
+        write_padchest as write_padchest,
     )
-    from medvl.phantom.layouts.reports.openi import write_openi as write_openi
-    from medvl.phantom.layouts.reports.padchest import write_padchest as write_padchest
     from medvl.phantom.layouts.umls import write_umls as write_umls
     from medvl.phantom.layouts.writer import read_truth as read_truth, split_of as split_of
-    from medvl.phantom.population.finding_sites import Part as Part
-    from medvl.phantom.population.findings import Finding as Finding
+    from medvl.phantom.population.findings import Finding as Finding, Part as Part
     from medvl.phantom.population.slices import Slice as Slice, sample_slice as sample_slice
     from medvl.phantom.population.world import Patient as Patient, Study as Study, View as View, World as World
     from medvl.phantom.rendering.contact_sheet import contact_sheet as contact_sheet
-    from medvl.phantom.rendering.ct_mr_slices import draw_slice as draw_slice
-    from medvl.phantom.rendering.draw import draw as draw
-    from medvl.phantom.rendering.encode import encode_jpeg as encode_jpeg
+    from medvl.phantom.rendering.draw import draw as draw, draw_slice as draw_slice
     from medvl.phantom.rendering.ground_truth import Box as Box, boxes as boxes, masks as masks
+    from medvl.phantom.rendering.scene import encode_jpeg as encode_jpeg
 
 __getattr__, __dir__, __all__ = lazy_exports(__name__, __file__)

@@ -25,13 +25,12 @@ from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse
 
 from medvl.errors import DicomError, ImageError, MedvlError
-from medvl.inference.modality import Expected
-from medvl.serve import images
+from medvl.inference.models import Expected
+from medvl.serve import requests
 from medvl.serve.config import ServeConfig
 from medvl.serve.engine import Engine, Pending
-from medvl.serve.gallery import Gallery
 from medvl.serve.guard import Guard, Refused, address_of
-from medvl.serve.models import Encoded, ServedModel, each_model
+from medvl.serve.models import Encoded, Gallery, ServedModel, each_model
 from medvl.serve.requests import ImageRequest, read_request
 
 _log = logging.getLogger("medvl.serve")
@@ -121,7 +120,7 @@ class _Served:
 
     async def view(self, request: ImageRequest) -> Any:
         """Return the image for display."""
-        return await self._engine.decode(lambda: images.view(request, self._expected))
+        return await self._engine.decode(lambda: requests.view(request, self._expected))
 
     async def scores(self, request: ImageRequest) -> Any:
         """Return the scores of the findings by each model."""
@@ -153,22 +152,28 @@ class _Served:
 
     async def _run(self, request: ImageRequest, function: Callable[[ServedModel, Any], Any]) -> Any:
         """Return the result of each model for an image."""
-        decoded = await self._engine.decode(lambda: images.decode(request))
+        decoded = await self._engine.decode(lambda: requests.decode(request))
 
         async def run(served: ServedModel) -> Any:
             return await self._engine.infer(lambda: function(served, decoded.pixels))
 
-        return {"image": images.describe(decoded.header, self._expected), "models": await each_model(self._models, run)}
+        return {
+            "image": requests.describe(decoded.header, self._expected),
+            "models": await each_model(self._models, run),
+        }
 
     async def _run_encoded(self, request: ImageRequest, function: Callable[[ServedModel, Encoded], Any]) -> Any:
         """Return the result of each model for an image, which is encoded together with those of other requests."""
-        decoded = await self._engine.decode(lambda: images.decode(request))
+        decoded = await self._engine.decode(lambda: requests.decode(request))
 
         async def run(served: ServedModel) -> Any:
             image_1CHW = await self._engine.decode(lambda: served.prepare(decoded.pixels))
             return await self._engine.together(self._pending[id(served)], image_1CHW, lambda row: function(served, row))
 
-        return {"image": images.describe(decoded.header, self._expected), "models": await each_model(self._models, run)}
+        return {
+            "image": requests.describe(decoded.header, self._expected),
+            "models": await each_model(self._models, run),
+        }
 
 
 def _encode(served: ServedModel, images: list[torch.Tensor]) -> list[Encoded]:

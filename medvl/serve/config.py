@@ -5,7 +5,7 @@ import ipaddress
 import os
 import secrets
 
-from medvl.common.checks import check_within
+from medvl.common.config_io import check_within
 from medvl.errors import ConfigError
 
 TOKEN_VARIABLE = "MEDVL_SERVE_TOKEN"

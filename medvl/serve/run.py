@@ -10,8 +10,7 @@ from medvl.errors import ConfigError
 from medvl.eval.zero_shot_classification.prompts import load_prompts
 from medvl.serve.app import create_app
 from medvl.serve.config import ServeConfig
-from medvl.serve.gallery import Gallery
-from medvl.serve.models import ServedModel
+from medvl.serve.models import Gallery, ServedModel
 
 _MOST_MODELS = 2
 
@@ -43,7 +42,7 @@ def serve(
     """
     import uvicorn
 
-    from medvl.serve.connections import MOST_CONNECTIONS, limited_protocol
+    from medvl.serve.guard import MOST_CONNECTIONS, limited_protocol
 
     config = (config or ServeConfig()).with_token()
     models = open_models(checkpoints, prompts=prompts, calibrations=calibrations, device=device)

@@ -23,11 +23,6 @@ if TYPE_CHECKING:
     from medvl.common.ranks import rank_and_world as rank_and_world
     from medvl.common.seeding import seeded as seeded
     from medvl.train import quickstart as quickstart
-    from medvl.train.classifier_recipe import (
-        ClassifierRecipe as ClassifierRecipe,
-        classifier_run as classifier_run,
-        fused_classification as fused_classification,
-    )
     from medvl.train.config import (
         Constant as Constant,
         Cosine as Cosine,
@@ -40,40 +35,48 @@ if TYPE_CHECKING:
         TrainConfig as TrainConfig,
     )
     from medvl.train.doctor.examine import Examination as Examination, examine as examine
-    from medvl.train.generation_recipe import (
-        AutoencoderRecipe as AutoencoderRecipe,
-        GenerationRecipe as GenerationRecipe,
-        autoencoder_run as autoencoder_run,
-        generation_run as generation_run,
-    )
     from medvl.train.loop.trainer import TrainResult as TrainResult, train as train
     from medvl.train.loop.validate import Evaluator as Evaluator
-    from medvl.train.parallel.batches import TrainLoader as TrainLoader
+    from medvl.train.parallel.distributed import TrainLoader as TrainLoader
     from medvl.train.recipe import (
+        AutoencoderRecipe as AutoencoderRecipe,
+        ClassifierRecipe as ClassifierRecipe,
+        GenerationRecipe as GenerationRecipe,
         Recipe as Recipe,
+        TextRecipe as TextRecipe,
         ZeroShotRecipe as ZeroShotRecipe,
+        autoencoder_run as autoencoder_run,
+        classifier_run as classifier_run,
         data_advice as data_advice,
+        fused_classification as fused_classification,
+        generation_run as generation_run,
         pretraining_run as pretraining_run,
+        text_run as text_run,
         zero_shot_run as zero_shot_run,
     )
-    from medvl.train.recipe_cli import choose as choose, launch as launch
+    from medvl.train.recipe_files import choose as choose, launch as launch
     from medvl.train.run import Run as Run, pretraining as pretraining
-    from medvl.train.tasks.change import ChangeDataConfig as ChangeDataConfig, open_change as open_change
-    from medvl.train.tasks.classification import (
-        ClassificationDataConfig as ClassificationDataConfig,
-        open_classification as open_classification,
-    )
-    from medvl.train.tasks.common import DataLoaders as DataLoaders
-    from medvl.train.tasks.dense import DenseDataConfig as DenseDataConfig, open_dense as open_dense
     from medvl.train.tasks.generation import (
         GenerationDataConfig as GenerationDataConfig,
         ImageDataConfig as ImageDataConfig,
         open_generation as open_generation,
         open_images as open_images,
     )
-    from medvl.train.tasks.pretraining import DataConfig as DataConfig, open_data as open_data
+    from medvl.train.tasks.pretraining import (
+        DataConfig as DataConfig,
+        DataLoaders as DataLoaders,
+        open_data as open_data,
+    )
+    from medvl.train.tasks.supervised import (
+        ChangeDataConfig as ChangeDataConfig,
+        ClassificationDataConfig as ClassificationDataConfig,
+        DenseDataConfig as DenseDataConfig,
+        VQADataConfig as VQADataConfig,
+        open_change as open_change,
+        open_classification as open_classification,
+        open_dense as open_dense,
+        open_vqa as open_vqa,
+    )
     from medvl.train.tasks.text import TextDataConfig as TextDataConfig, open_text as open_text
-    from medvl.train.tasks.vqa import VQADataConfig as VQADataConfig, open_vqa as open_vqa
-    from medvl.train.text_recipe import TextRecipe as TextRecipe, text_run as text_run
 
 __getattr__, __dir__, __all__ = lazy_exports(__name__, __file__)

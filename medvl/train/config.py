@@ -8,7 +8,7 @@ import dataclasses
 from pathlib import Path
 from typing import Literal, Self
 
-from medvl.common.checks import check_choice, check_within
+from medvl.common.config_io import check_choice, check_within
 from medvl.errors import ConfigError
 
 Interval = int | Literal["epoch"]
@@ -100,7 +100,7 @@ class OptimConfig:
 
     optimizer: Literal["adam", "adamw", "lamb", "sgd"] = "adamw"
     """`adam` and `sgd` add weight decay to the gradient, `adamw` subtracts it from the weights. `lamb` scales the
-    update of each tensor to the norm of its weights, for large batches of text (`medvl.train.optim.lamb`)."""
+    update of each tensor to the norm of its weights, for large batches of text (`medvl.train.optim.optimizer`)."""
     lr: float = 1e-4
     betas: tuple[float, float] = (0.9, 0.999)
     """Coefficients of the moving averages of `adam`, `adamw` and `lamb`."""
@@ -180,7 +180,7 @@ class TrainConfig:
     shard_weights: bool = False
     """Shard weights, gradients and optimiser state over the ranks (FSDP), for models whose training does not fit into
     one device: the same run up to rounding, and the same checkpoints. No effect on one rank. Refused with torch 2.11,
-    which cannot reduce the gradients of parameters that a rank did not use. See `medvl.train.parallel.fsdp`."""
+    which cannot reduce the gradients of parameters that a rank did not use. See `medvl.train.parallel.model`."""
     sharded_checkpoints: bool = False
     """With `shard_weights`: every rank writes its part of weights and optimiser (`torch.distributed.checkpoint`), where
     otherwise rank 0 gathers and writes all of them. Any number of ranks resumes either kind."""

@@ -16,7 +16,7 @@ import torch
 from gpu_lines.phantom_shards import FULL, TINY, DataSize
 
 # Internals on purpose: the lines run parts of the training loop alone.
-from medvl.train.optim.precision import Precision
+from medvl.train.optim.optimizer import Precision
 from medvl.train.parallel.distributed import RankInfo
 
 T = TypeVar("T")

@@ -25,7 +25,7 @@ from medvl.schema import Batch
 from medvl.train import Constant
 
 # Internals on purpose: the parts of a run are measured one by one.
-from medvl.train.doctor.timers import flops_per_sample, synchronize
+from medvl.train.doctor.examine import flops_per_sample, synchronize
 from medvl.train.loop.trainer import Training
 from medvl.train.tasks.pretraining import open_data
 

@@ -16,7 +16,7 @@ from gpu_lines.medvl_step import medvl_step
 from gpu_lines.timing import Contender, Flops, Run, measure_in_turns, repeat
 from medvl.models import M3AE, MedViLL
 from medvl.schema import Batch
-from medvl.train.doctor.timers import COUNTED, count_operations  # internal: the figures are those of `medvl doctor`
+from medvl.train.doctor.examine import COUNTED, count_operations  # internal: the figures are those of `medvl doctor`
 
 UNIT = "samples/s"
 

@@ -12,7 +12,7 @@ from benchmark_loader import bare_seconds, make_loader
 from gpu_lines.bench import Bench
 from gpu_lines.line import Goal, Line, Report, Row, SkipLine, ratio, report
 from medvl.data import Loader, ShardSource, train_wordpiece
-from medvl.train.doctor.timers import seconds_of  # internal, as in `gpu_lines.timing`
+from medvl.train.doctor.examine import seconds_of  # internal, as in `gpu_lines.timing`
 
 BATCH, FILES = 64, 192
 UNIT = "images/s"

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.autograd import DeviceType
 
-from medvl.train.doctor.timers import synchronize  # internal, as in `gpu_lines.timing`
+from medvl.train.doctor.examine import synchronize  # internal, as in `gpu_lines.timing`
 
 KINDS = ("matrix products", "attention", "normalisation and element-wise", "optimiser", "copies")
 _ATTENTION = ("flash", "fmha", "sdpa", "scaled_dot_product", "attention", "varlen")

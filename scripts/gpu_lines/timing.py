@@ -18,7 +18,7 @@ from gpu_lines.profiling import profile_steps
 from medvl.schema import Batch
 
 # Internals on purpose: the figures are those of `medvl doctor`.
-from medvl.train.doctor.timers import flops_per_sample, peak_memory, seconds_of, synchronize
+from medvl.train.doctor.examine import flops_per_sample, peak_memory, seconds_of, synchronize
 
 Mark = Callable[[], None]
 Run = Callable[[int, Mark], None]

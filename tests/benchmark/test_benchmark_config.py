@@ -10,10 +10,10 @@ import tyro
 from helpers.errors import raises
 
 from medvl.benchmark import BenchmarkConfig, CorpusConfig, Plan, list_benchmarks, plan_runs, read_benchmark
-from medvl.benchmark.commands import command_arguments, question_size
 from medvl.benchmark.config import MakeStep
 from medvl.benchmark.corpora import missing_steps
 from medvl.benchmark.settings import with_settings
+from medvl.benchmark.tasks import command_arguments, question_size
 from medvl.cli import main as cli
 from medvl.cli.benchmark import ChangeOptions
 from medvl.errors import ConfigError

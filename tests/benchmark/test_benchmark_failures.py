@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from medvl.benchmark import Plan, Store, plan_runs, queue, read_benchmark
-from medvl.benchmark.run import Run
+from medvl.benchmark.settings import Run
 from medvl.benchmark.store import FAILURE
 from medvl.cli import benchmark as command
 from medvl.cli.main import main

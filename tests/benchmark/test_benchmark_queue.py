@@ -12,7 +12,7 @@ from helpers.errors import raises
 
 from medvl.benchmark import Plan, Store, execute, execute_locally, queue, tasks
 from medvl.benchmark.execute import settings_of
-from medvl.benchmark.spread import execute_with_ray
+from medvl.benchmark.queue import execute_with_ray
 from medvl.benchmark.store import COST, FAILURE, Refusal, read_evaluation
 from medvl.errors import ConfigError
 from medvl.eval import Results

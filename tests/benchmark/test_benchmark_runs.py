@@ -36,8 +36,8 @@ from medvl.benchmark.pages.write import print_site, write_site
 from medvl.benchmark.ranks import Measured
 from medvl.benchmark.store import Cost
 from medvl.cli import main as cli
-from medvl.common.folders import RunLock
-from medvl.common.peak_memory import peak_resident_bytes
+from medvl.common.files import RunLock
+from medvl.common.process import peak_resident_bytes
 from medvl.data import ShardSource
 from medvl.data.loading.studies import StudySource
 from medvl.data.shards.format import Manifest

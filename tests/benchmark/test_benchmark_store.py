@@ -11,8 +11,7 @@ from helpers.errors import raises
 
 from medvl.benchmark import Column, Plan, Store, plan_runs, read_benchmark
 from medvl.benchmark.pages.rows import _measured, measure_systems
-from medvl.benchmark.ranks import comparable
-from medvl.benchmark.resamples import FILE, read_resamples, write_resamples
+from medvl.benchmark.ranks import FILE, comparable, read_resamples, write_resamples
 from medvl.benchmark.store import (
     _PROTOCOL_VERSIONS,
     COST,
@@ -26,8 +25,7 @@ from medvl.benchmark.store import (
     read_run,
 )
 from medvl.errors import ConfigError, EvaluationError, MedvlError
-from medvl.eval import GeneratedReport, MetricRow, Results, evaluate_reports, write_results
-from medvl.eval.matching import evaluate as matching
+from medvl.eval import GeneratedReport, MetricRow, Results, evaluate_reports, matching as matching, write_results
 from medvl.eval.report_generation import evaluate as report_generation
 from medvl.eval.retrieval import image_text, rerank
 

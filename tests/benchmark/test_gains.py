@@ -19,17 +19,22 @@ from medvl.benchmark import (
     CorpusConfig,
     Plan,
     StartConfig,
-    commands,
     plan_runs,
     read_benchmark,
     tasks,
+    tasks as commands,
 )
 from medvl.benchmark.pages.curves import label_sections, loss_section
-from medvl.benchmark.pages.gains import gain_tables
 from medvl.benchmark.pages.rows import Measurements, SystemRow, _over
-from medvl.benchmark.pages.tables import columns_table, empty_columns_table, rank_tables, ranks_of, unranked_table
-from medvl.benchmark.ranks import Measured
-from medvl.benchmark.resamples import Resampled
+from medvl.benchmark.pages.tables import (
+    columns_table,
+    empty_columns_table,
+    gain_tables,
+    rank_tables,
+    ranks_of,
+    unranked_table,
+)
+from medvl.benchmark.ranks import Measured, Resampled
 from medvl.errors import ConfigError, EvaluationError
 from medvl.eval import MetricRow, Results
 from medvl.eval.html.page import Pictures

@@ -9,8 +9,7 @@ import pytest
 from helpers.errors import raises
 from scipy.stats import t as student_t, ttest_ind
 
-from medvl.benchmark.ranks import Measured, comparable, difference, holm, rank_systems
-from medvl.benchmark.resamples import Resampled
+from medvl.benchmark.ranks import Measured, Resampled, comparable, difference, holm, rank_systems
 from medvl.errors import EvaluationError
 
 

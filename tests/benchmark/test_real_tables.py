@@ -11,8 +11,7 @@ import pytest
 from helpers.errors import raises
 
 from medvl.benchmark.real_tables import TABLES, write_table
-from medvl.data.annotations.mask_rle import decode_runs
-from medvl.data.annotations.phrases import phrases_of
+from medvl.data.annotations import decode_runs, phrases_of
 from medvl.data.text_tasks.read import read_text_task
 from medvl.data.text_tasks.tasks import TASKS
 from medvl.errors import ConfigError

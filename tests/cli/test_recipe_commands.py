@@ -11,13 +11,13 @@ from medvl.cli import main as cli
 from medvl.cli.recipes import copy_recipe, find_recipe, show_card, train
 from medvl.errors import ConfigError
 from medvl.train import OptimConfig
-from medvl.train.recipe_cli import launch
+from medvl.train.recipe_files import launch
 from medvl.train.run import Run
 
 ROOT = Path(__file__).parents[2]
 RECIPE = '''"""A recipe of one's own."""
 import sys
-from medvl.train.recipe_cli import choose
+from medvl.train.recipe_files import choose
 PRESETS = {"tiny": 1}
 if __name__ == "__main__":
     print("trained", *sys.argv)

@@ -5,7 +5,7 @@ import io
 
 import pytest
 
-from medvl.common.csv_text import as_shown, csv_text
+from medvl.common.text_files import as_shown, csv_text
 
 HOSTILE = [
     "=1+1",

@@ -7,13 +7,13 @@ from types import SimpleNamespace
 
 import pytest
 
-from medvl.common import heap
-from medvl.common.heap import keep_freed_memory
+from medvl.common import process
+from medvl.common.process import keep_freed_memory
 
 SCRIPT = """
 import torch
 from pathlib import Path
-from medvl.common.heap import keep_freed_memory
+from medvl.common.process import keep_freed_memory
 
 def resident_mb():
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096 >> 20
@@ -40,7 +40,7 @@ def test_the_heap_is_set_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """A later training in the process, beside whose threads `mallopt` is not safe, has the same settings."""
     calls = []
     library = SimpleNamespace(mallopt=lambda parameter, value: calls.append(parameter))
-    monkeypatch.setattr(heap.ctypes, "CDLL", lambda name: library)
+    monkeypatch.setattr(process.ctypes, "CDLL", lambda name: library)
     keep_freed_memory.cache_clear()
     for _ in range(2):
         keep_freed_memory()

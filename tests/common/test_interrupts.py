@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from medvl.common.interrupts import sigterm_deferred, sigterm_interrupts
+from medvl.common.process import sigterm_deferred, sigterm_interrupts
 
 PROGRAM = """
 import subprocess, sys
-from medvl.common.interrupts import sigterm_interrupts
+from medvl.common.process import sigterm_interrupts
 child = "import os, pathlib, time; pathlib.Path('pid').write_text(str(os.getpid())); time.sleep(60)"
 with sigterm_interrupts():
     subprocess.run([sys.executable, "-c", child])
@@ -89,7 +89,7 @@ def test_a_process_that_is_started_with_blocked_signals_gets_them_later(method: 
 PROGRAM_BLOCKED = """
 import multiprocessing, signal
 multiprocessing.set_start_method("{method}")
-from medvl.common.interrupts import signals_blocked
+from medvl.common.process import signals_blocked
 with signals_blocked():
     multiprocessing.Queue()  # has locks, which start the resource tracker
     blocked = signal.pthread_sigmask(signal.SIG_BLOCK, ())

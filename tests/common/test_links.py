@@ -8,9 +8,19 @@ from pathlib import Path
 import pytest
 from helpers.errors import raises
 
-from medvl.common import files, folders
-from medvl.common.files import new_file, new_path, open_own, write_atomic
-from medvl.common.folders import RunLock, discard, new_folder, point, subfolder, sweep
+from medvl.common import files, files as folders
+from medvl.common.files import (
+    RunLock,
+    discard,
+    new_file,
+    new_folder,
+    new_path,
+    open_own,
+    point,
+    subfolder,
+    sweep,
+    write_atomic,
+)
 from medvl.errors import ConfigError
 
 NOTES = b"notes of the user"

@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 from helpers.errors import raises
 
-from medvl.common import folders
-from medvl.common.folders import RunLock
+from medvl.common import files
+from medvl.common.files import RunLock
 from medvl.errors import TrainingError
 
 FULL = """
 import pathlib, resource, sys
-from medvl.common.folders import RunLock
+from medvl.common.files import RunLock
 folder = pathlib.Path(sys.argv[1])
 _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
 resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))  # every write fails, as on a full disk
@@ -58,7 +58,7 @@ def test_interrupted_lock_is_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         return opened[-1]
 
     with monkeypatch.context() as patch:
-        patch.setattr(folders, "open_own", open_file)
+        patch.setattr(files, "open_own", open_file)
         with pytest.raises(type(error)):
             RunLock(tmp_path).__enter__()
     assert [file.closed for file in opened] == [True]

@@ -6,7 +6,7 @@ import pytest
 
 from medvl.data.loading.studies import StudySource
 from medvl.data.views import frontal_or_lateral
-from medvl.eval.core.subgroups import subgroups_of
+from medvl.eval.core.metric_rows import subgroups_of
 from medvl.schema import Sample
 
 

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from medvl.encoders import create_text_encoder
-from medvl.encoders.text.causal_attention import CausalAttention, speed_up_causal_attention
+from medvl.encoders.text.adapters import CausalAttention, speed_up_causal_attention
 
 
 def outcome(attention: nn.Module, device: torch.device, **options: bool) -> list[Tensor]:

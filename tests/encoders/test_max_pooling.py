@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from medvl.encoders import create_image_encoder
-from medvl.encoders.image.max_pooling import InferenceMaxPool2d
+from medvl.encoders.image.adapter import InferenceMaxPool2d
 
 SETTINGS = [(3, 2, 1, 1, False), (2, 2, 0, 1, True), (3, 1, 1, 2, False)]
 """Kernel, stride, padding, dilation and ceil_mode."""

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor, nn
 
 from medvl.encoders import create_image_encoder
-from medvl.encoders.image.patch_embedding import PatchConv2d, speed_up_patch_embedding
+from medvl.encoders.image.adapter import PatchConv2d, speed_up_patch_embedding
 
 
 def convolution(channels: int = 3, *, bias: bool = True, kernel: tuple[int, int] = (4, 2)) -> nn.Conv2d:

@@ -24,7 +24,7 @@ from helpers.published_layers import (
 from torch import Tensor
 
 import medvl
-from medvl.data.knowledge.linker import LinkedEntities
+from medvl.data.knowledge.finder import LinkedEntities
 from medvl.errors import ConfigError, WeightsError
 from medvl.export import import_checkpoint
 from medvl.models.fusion_encoders.streams import DualStreamModel

@@ -29,8 +29,7 @@ from torch import Tensor
 
 import medvl
 from medvl.errors import WeightsError
-from medvl.export.importers.import_checkpoint import match_checkpoint
-from medvl.export.importers.registry import find_importer
+from medvl.export.importers.import_checkpoint import find_importer, match_checkpoint
 
 
 def m3ae_file() -> Tensors:

@@ -22,7 +22,7 @@ from torch import Tensor
 
 import medvl
 from medvl.errors import WeightsError
-from medvl.losses.masked.mim import PatchMask
+from medvl.losses.masked import PatchMask
 from medvl.models.checkpoint import save
 from medvl.models.fusion_encoders.parts.heads import sinusoids
 

@@ -18,7 +18,7 @@ from medvl.data.tokenizer.tokenizer import Tokenizer, train_wordpiece
 from medvl.encoders import create_text_encoder
 from medvl.errors import ConfigError, WeightsError
 from medvl.export import import_checkpoint
-from medvl.export.importers.encoders_from_shapes import with_image_processor
+from medvl.export.importers.importer import with_image_processor
 from medvl.models import RadZeroConfig
 
 HEADS = WIDTH // 64

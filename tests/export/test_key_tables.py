@@ -11,9 +11,14 @@ from torch import Tensor
 
 from medvl.errors import ConfigError, WeightsError
 from medvl.export.exporters.published import published_contents
-from medvl.export.importers.import_checkpoint import match_checkpoint
+from medvl.export.importers.import_checkpoint import (
+    NOT_IMPORTED,
+    find_importer,
+    list_importers,
+    match_checkpoint,
+    matching_importers,
+)
 from medvl.export.importers.key_map import keep, to_medvl
-from medvl.export.importers.registry import NOT_IMPORTED, find_importer, list_importers, matching_importers
 
 SYSTEMS = {
     *("albert_mlm", "albert_mlm_sop", "bert_mlm", "bert_mlm_nsp"),

@@ -19,7 +19,7 @@ from typing import Any
 
 HEAVY = ("transformers", "timm", "albumentations", "pydicom", "webdataset")
 """Libraries that no recipe may import before its data was found."""
-LIGHT = ("tyro", "medvl.train.tasks.pretraining", "medvl.train.recipe_cli", "medvl.models.dual_encoders.convirt")
+LIGHT = ("tyro", "medvl.train.tasks.pretraining", "medvl.train.recipe_files", "medvl.models.dual_encoders.convirt")
 
 _FORK = multiprocessing.get_context("fork")  # its processes end at once, without cleaning up for half a second
 

@@ -14,7 +14,7 @@ import torch
 import medvl
 from medvl.data import KnowledgeGraph, TransEConfig, save_embeddings, write_knowledge
 from medvl.data.knowledge.transe import TransE
-from medvl.data.reports.laterality import swap_laterality
+from medvl.data.reports.cleaning import swap_laterality
 from medvl.data.tokenizer.tokenizer import Tokenizer, train_wordpiece
 from medvl.models.fusion_encoders.bases.base import FusionModel
 from medvl.schema import Batch

@@ -121,7 +121,7 @@ def kill_at_writes(folder: Path) -> None:
 
 def full_disk(folder: Path) -> dict[str, Any]:
     """Train while the disk of rank 1 is full for the second checkpoint; return what this rank noticed."""
-    from medvl.train.fault_tolerance import checkpoint_parts
+    from medvl.train.fault_tolerance import checkpoint as checkpoint_parts
 
     writer, calls = torch.distributed.checkpoint.HuggingFaceStorageWriter, 0
     original, untouched = checkpoint_parts.write_parts, writer.write_data

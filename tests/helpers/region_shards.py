@@ -12,7 +12,7 @@ from medvl.data.convert.regions import RegionOptions, write_regions
 from medvl.data.corpora import table
 from medvl.data.corpora.table import TableColumns
 from medvl.data.images.codecs import encode_png
-from medvl.data.privacy.deidentify import Deidentifier
+from medvl.data.privacy import Deidentifier
 from medvl.data.shards.regions import Regions
 from medvl.data.shards.source import ShardSource
 from medvl.data.transforms.image import EvalTransform

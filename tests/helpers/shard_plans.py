@@ -6,7 +6,7 @@ from pathlib import Path
 
 from helpers.mimic_files import textured
 from medvl.data.convert.options import ShardOptions
-from medvl.data.corpora.common.row_counts import RowCounts
+from medvl.data.corpora.common.rows import RowCounts
 from medvl.data.corpora.common.tables import Plan, Record
 from medvl.data.images.codecs import encode_png
 from medvl.schema import Sample

@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from helpers import train_fakes as fakes
 from helpers.train_fakes import FakeLoader
-from medvl.data.loading.worker_errors import with_worker_errors
+from medvl.data.loading.workers import with_worker_errors
 from medvl.schema import Batch
 from medvl.train import Cosine
 

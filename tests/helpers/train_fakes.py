@@ -21,8 +21,7 @@ from medvl.schema import Batch, Losses
 from medvl.train import OptimConfig, TrainConfig
 from medvl.train.fault_tolerance import checkpoint
 from medvl.train.loop.step import Step
-from medvl.train.optim.optimizer import build_optimizer
-from medvl.train.optim.precision import Precision
+from medvl.train.optim.optimizer import Precision, build_optimizer
 from medvl.train.parallel.distributed import RankInfo
 from medvl.train.parallel.model import DDPModel, ParallelModel
 

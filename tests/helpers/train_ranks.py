@@ -25,12 +25,12 @@ from medvl import losses
 from medvl.errors import TrainingError
 from medvl.losses.gather import gather, no_gather
 from medvl.losses.pairs.blockwise import info_nce, pairwise_sigmoid
+from medvl.models.base import evaluating
 from medvl.models.dual_encoders.parts.heads import MaskedBatchNorm
-from medvl.models.eval_mode import evaluating
 from medvl.schema import Batch, Losses
 from medvl.train import Cosine, rank_and_world
 from medvl.train.loop.validate import validation_loss
-from medvl.train.optim.precision import Precision
+from medvl.train.optim.optimizer import Precision
 from medvl.train.parallel.distributed import RankInfo, join
 
 COUNTS = (3, 5)
@@ -248,7 +248,7 @@ def check_disagree(folder: Path) -> Any:
 
 def check_lock(folder: Path) -> Any:
     """Return the error of each rank when another process holds the lock."""
-    from medvl.common.folders import _locked_here
+    from medvl.common.files import _locked_here
 
     path = (folder / "lock").resolve() / ".lock"
     _locked_here.add(path)

@@ -11,7 +11,7 @@ from helpers.mimic_files import textured
 from medvl.data.convert.options import ShardOptions, ShardRun
 from medvl.data.convert.pipeline import write_shards
 from medvl.data.corpora.questions import vqa_rad
-from medvl.data.privacy.deidentify import Deidentifier
+from medvl.data.privacy import Deidentifier
 
 
 def write_image(path: Path, seed: int) -> None:

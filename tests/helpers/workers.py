@@ -3,7 +3,7 @@
 import time
 from multiprocessing.synchronize import Event
 
-from medvl.data.loading.worker_setup import init_worker
+from medvl.data.loading.workers import init_worker
 
 
 def wait(ready: Event) -> None:

@@ -26,8 +26,7 @@ from medvl.eval.zero_shot_classification.calibration import (
 )
 from medvl.eval.zero_shot_classification.prompts import load_prompts
 from medvl.inference import folder as module
-from medvl.inference.files import find_images
-from medvl.inference.folder import ImageModel, infer_files
+from medvl.inference.folder import ImageModel, find_images, infer_files
 from medvl.models import VQA, save
 
 TEXTS = ["cardiomegaly", "left apical nodule"]

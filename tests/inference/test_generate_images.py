@@ -11,7 +11,7 @@ from helpers.generators import AUTOENCODER, TEXTS, tiny_generator, tiny_words
 from helpers.label_shards import make_shards
 
 import medvl
-from medvl.cli.generate import generate
+from medvl.cli.infer import generate
 from medvl.data import GeneratedImages, Manifest
 from medvl.data.shards.source import ShardSource
 from medvl.errors import ConfigError, CorpusError

@@ -12,7 +12,7 @@ from helpers.fusion_samples import tiny_tokenizer
 import medvl
 from medvl.cli import main as cli
 from medvl.data.dicom.reader import DicomHeader, read_dicom
-from medvl.inference.modality import Expected, describe_doubt, describe_doubts
+from medvl.inference.models import Expected, describe_doubt, describe_doubts
 from medvl.models import save
 from medvl.models.base import System
 from medvl.models.image_kinds import image_kind, image_kinds

@@ -12,12 +12,12 @@ from helpers.fusion_samples import TINY, tiny_tokenizer
 from helpers.script_modules import load_script
 
 import medvl
-from medvl.cli.eval.probe import EncoderOptions, _open_encoder
+from medvl.cli.eval.classification import EncoderOptions, _open_encoder
 from medvl.encoders import create_image_encoder, create_text_encoder
 from medvl.errors import ConfigError, WeightsError
 from medvl.models import VQA, Detector, create_classifier, create_dense, factory, load, save
 from medvl.models.base import TwoTowers
-from medvl.train.recipe_cli import choose
+from medvl.train.recipe_files import choose
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 VIT = {"image_encoder": "timm:test_vit", "image_size": 64, "image_arguments": {"depth": 2, "mean": 0.4, "std": (0.2,)}}

@@ -12,11 +12,10 @@ import medvl
 from medvl.common.files import sha256
 from medvl.data.tokenizer.tokenizer import train_wordpiece
 from medvl.errors import CheckpointError, ConfigError
-from medvl.eval.core.publish import default_folder
-from medvl.eval.core.results import checkpoint_sha256
+from medvl.eval.core.results import checkpoint_sha256, default_folder
 from medvl.models import save
 from medvl.models.checkpoint import described_model, detector_of
-from medvl.models.locate import find_checkpoint
+from medvl.models.weights import find_checkpoint
 
 TINY = {"image_encoder": "resnet_tiny", "text_encoder": "tiny_bert", "image_size": 32, "frozen_text_layers": 0}
 

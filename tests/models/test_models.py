@@ -21,7 +21,7 @@ from helpers.two_ranks import run_two_ranks
 
 import medvl
 from medvl import losses
-from medvl.common.folders import new_folder
+from medvl.common.files import new_folder
 from medvl.data.shards.format import Manifest
 from medvl.data.tokenizer.tokenizer import Tokenizer, train_wordpiece
 from medvl.encoders.regions import RegionEncoder

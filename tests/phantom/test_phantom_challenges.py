@@ -7,14 +7,19 @@ import pydicom
 import pytest
 
 from medvl.cli import main as cli
-from medvl.data.annotations.mask_rle import decode_runs, encode_runs
+from medvl.data.annotations import decode_runs, encode_runs
 from medvl.data.corpora.boxes_and_masks import rsna, siim
-from medvl.data.privacy.deidentify import Deidentifier
+from medvl.data.privacy import Deidentifier
 from medvl.data.shards.source import ShardSource
 from medvl.phantom import World, boxes, masks, write_rsna, write_siim
-from medvl.phantom.layouts.boxes_and_masks.kaggle import REFERENCE_SIZE, image_uid_hex, square_frontal_views, uid
-from medvl.phantom.layouts.boxes_and_masks.rsna import BOXED_LABELS
-from medvl.phantom.layouts.boxes_and_masks.siim import encode_run_lengths
+from medvl.phantom.layouts.kaggle import (
+    BOXED_LABELS,
+    REFERENCE_SIZE,
+    encode_run_lengths,
+    image_uid_hex,
+    square_frontal_views,
+    uid,
+)
 
 PATIENTS, SEED, SIZE = 10, 40, 64
 

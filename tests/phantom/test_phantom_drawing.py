@@ -10,8 +10,7 @@ from helpers.errors import raises
 from medvl.errors import ConfigError
 from medvl.phantom import Finding, Part, World, boxes, draw, masks
 from medvl.phantom.geometry import Camera, Surface, ellipse, ribbon, spline
-from medvl.phantom.population.finding_sites import PART_SAMPLERS
-from medvl.phantom.population.findings import RENDERED_LABELS
+from medvl.phantom.population.findings import PART_SAMPLERS, RENDERED_LABELS
 from medvl.phantom.population.world import sample_view
 from medvl.phantom.seeds import generator
 

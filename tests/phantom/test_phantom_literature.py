@@ -14,7 +14,7 @@ from medvl.cli import main as cli
 from medvl.data.convert.options import ShardOptions, ShardRun
 from medvl.data.convert.pipeline import write_shards
 from medvl.data.corpora.figures import medicat, roco
-from medvl.data.privacy.deidentify import Deidentifier
+from medvl.data.privacy import Deidentifier
 from medvl.data.shards.format import Manifest
 from medvl.data.shards.source import ShardSource
 from medvl.errors import ConfigError, CorpusError
@@ -22,7 +22,7 @@ from medvl.phantom import World, split_of, write_medicat, write_roco
 from medvl.phantom.language.captions import NOUN_PHRASES, compose_caption, compose_references
 from medvl.phantom.language.case_reports import Figure, article_figures, article_id
 from medvl.phantom.language.lexicon import PRESENT
-from medvl.phantom.layouts.figures.figure_files import figure_bytes
+from medvl.phantom.layouts.figures import figure_bytes
 from medvl.phantom.seeds import generator
 
 PATIENTS, SEED, SIZE = 20, 4, 48

@@ -8,17 +8,16 @@ import pytest
 
 from medvl.phantom import Finding, World, compose_report
 from medvl.phantom.language import lexicon
-from medvl.phantom.language.reports import report_labels
-from medvl.phantom.language.sentences import (
+from medvl.phantom.language.reports import (
     Sentence,
     absent_sentence,
     expand,
     present_sentences,
     realize,
+    report_labels,
     uncertain_sentence,
 )
-from medvl.phantom.population.finding_sites import PART_SAMPLERS
-from medvl.phantom.population.findings import RENDERED_LABELS
+from medvl.phantom.population.findings import PART_SAMPLERS, RENDERED_LABELS
 from medvl.phantom.seeds import generator
 from medvl.schema import FINDINGS
 

@@ -16,9 +16,9 @@ from medvl.eval import VQAData, evaluate_answers
 from medvl.phantom import World, sample_slice, vqa_images, write_slake, write_vqa_rad
 from medvl.phantom.language.lexicon import NAMES
 from medvl.phantom.language.vqa import KINDS, balanced_rows
-from medvl.phantom.layouts.questions.vqa_rad_slake import CANDIDATES
+from medvl.phantom.layouts.questions import CANDIDATES
 from medvl.phantom.population.slices import MODALITIES, ORGANS
-from medvl.phantom.rendering.ct_mr_slices import _TISSUES, draw_slice
+from medvl.phantom.rendering.draw import _TISSUES, draw_slice
 
 PATIENTS, SIZE = 120, 48
 

@@ -11,7 +11,7 @@ import uvicorn
 from helpers.served import served, tiny_convirt
 
 from medvl.serve import ServeConfig, create_app
-from medvl.serve.connections import limited_protocol
+from medvl.serve.guard import limited_protocol
 from medvl.serve.run import listen
 
 REQUEST = b"GET /api/models HTTP/1.1\r\nHost: localhost\r\n\r\n"

@@ -10,8 +10,7 @@ import pytest
 import yaml
 from torch.distributed.run import get_args_parser
 
-from medvl.cli.doctor import load_recipe
-from medvl.cli.recipes import find_recipe
+from medvl.cli.recipes import find_recipe, load_recipe
 
 EXAMPLES = Path(__file__).parent.parent.parent / "examples/cluster"
 SLURM, KUBERNETES = EXAMPLES / "slurm.sbatch", EXAMPLES / "kubernetes.yaml"

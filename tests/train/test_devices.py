@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from medvl.train.loop.step import Step
 from medvl.train.optim.optimizer import build_optimizer, load_optimizer_tensors, optimizer_tensors
 from medvl.train.parallel.distributed import RankInfo, machine_settings
-from medvl.train.parallel.fsdp import FSDPModel
+from medvl.train.parallel.model import FSDPModel
 
 STEPS = 4
 

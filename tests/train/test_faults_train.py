@@ -20,13 +20,13 @@ from helpers.errors import raises
 from helpers.train_child import Dying
 from helpers.train_fakes import FakeLoader, TwoTowers, records, train
 
-from medvl.common import folders
-from medvl.data.loading.worker_errors import worker_error
+from medvl.common import files
+from medvl.data.loading.workers import worker_error
 from medvl.errors import TrainingError
 from medvl.schema import Batch, Losses
 from medvl.train.fault_tolerance import checkpoint
 from medvl.train.fault_tolerance.checkpoint import Checkpoints
-from medvl.train.fault_tolerance.nonfinite import LossSpikeDetector
+from medvl.train.fault_tolerance.guards import LossSpikeDetector
 from medvl.train.loop import logger
 
 BAD = "s3"
@@ -401,7 +401,7 @@ def test_wait_for_handles_a_late_name(tmp_path: Path, monkeypatch: pytest.Monkey
 @pytest.mark.fault("F20")
 def test_wait_for_raises_for_a_missing_name(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="not seen for 0 s"):
-        folders.wait_for(tmp_path / "never", seconds=0.1)
+        files.wait_for(tmp_path / "never", seconds=0.1)
 
 
 @pytest.mark.fault("F10")

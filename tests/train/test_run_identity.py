@@ -10,7 +10,7 @@ from helpers.errors import raises
 
 from medvl.data.tokenizer.tokenizer import train_wordpiece
 from medvl.errors import CheckpointError
-from medvl.train.start import describe_start
+from medvl.train.run import describe_start
 
 SETTINGS: dict[str, Any] = {
     "pretrained": False,

@@ -14,7 +14,7 @@ from helpers.errors import raises
 from helpers.train_fakes import FakeLoader, TwoTowers, TwoTowersConfig, records, train, weights
 from safetensors.torch import load_file
 
-from medvl.common.folders import RunLock
+from medvl.common.files import RunLock
 from medvl.errors import CheckpointError
 from medvl.schema import Batch
 from medvl.train import Constant, Cosine, Plateau

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from medvl.benchmark.pages.rows import Measurements, SystemRow
 from medvl.benchmark.pages.tables import FAILED, FAMILIES, group_name, measured_cell, titled
-from medvl.benchmark.run import Run
+from medvl.benchmark.settings import Run
 from medvl.benchmark.store import Store, read_records
 from medvl.eval.html.page import Picture, Pictures, Section, Strip, plot_picture, slug
 from medvl.eval.html.plots import Plot, labelled_points, line_plot

@@ -7,9 +7,8 @@ from pathlib import Path
 
 from medvl.benchmark.config import Column
 from medvl.benchmark.plan import Plan
-from medvl.benchmark.ranks import Measured
-from medvl.benchmark.resamples import read_resamples
-from medvl.benchmark.run import Run
+from medvl.benchmark.ranks import Measured, read_resamples
+from medvl.benchmark.settings import Run
 from medvl.benchmark.store import COST, Cost, Refusal, Store, Weights, read_evaluation, read_seconds
 from medvl.benchmark.tasks import columns_of
 from medvl.common.config_io import nearest

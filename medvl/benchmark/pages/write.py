@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from medvl.benchmark.config import BenchmarkConfig
-from medvl.benchmark.pages import curves, gains, tables
+from medvl.benchmark.pages import curves, tables, tables as gains
 from medvl.benchmark.pages.rows import Failure, Measurements, measure_systems
 from medvl.benchmark.plan import Plan
 from medvl.benchmark.settings import find_references

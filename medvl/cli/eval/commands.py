@@ -5,47 +5,29 @@ import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from medvl.cli.eval import (
-    calibrate,
-    change,
-    classify,
-    dense,
-    generation,
-    grounding,
-    masked_prediction,
-    matching,
-    probe,
-    report_generation,
-    retrieval,
-    retrieval_by_class,
-    robustness,
-    text,
-    vqa,
-    zero_shot,
-    zero_shot_masks,
-)
+from medvl.cli.eval import classification, images, reports, texts
 from medvl.errors import ConfigError
 
 COMMANDS: dict[str, Callable[..., Any]] = {
-    "zero-shot": zero_shot.zero_shot,
-    "calibrate": calibrate.calibrate,
-    "retrieval": retrieval.retrieval,
-    "classify": classify.classify,
-    "class-retrieval": retrieval_by_class.class_retrieval,
-    "make-retrieval-list": retrieval_by_class.make_retrieval_list,
-    "grounding": grounding.grounding,
-    "matching": matching.matching,
-    "change": change.change,
-    "detection": dense.detection,
-    "segmentation": dense.segmentation,
-    "zero-shot-masks": zero_shot_masks.zero_shot_masks,
-    "probe": probe.probe,
-    "vqa": vqa.vqa,
-    "robustness": robustness.robustness,
-    "text": text.text,
-    "generation": generation.generation,
-    "masked-prediction": masked_prediction.masked_prediction,
-    "report-generation": report_generation.report_generation,
+    "zero-shot": classification.zero_shot,
+    "calibrate": classification.calibrate,
+    "retrieval": images.retrieval,
+    "classify": classification.classify,
+    "class-retrieval": images.class_retrieval,
+    "make-retrieval-list": images.make_retrieval_list,
+    "grounding": images.grounding,
+    "matching": images.matching,
+    "change": images.change,
+    "detection": images.detection,
+    "segmentation": images.segmentation,
+    "zero-shot-masks": images.zero_shot_masks,
+    "probe": classification.probe,
+    "vqa": texts.vqa,
+    "robustness": classification.robustness,
+    "text": texts.text,
+    "generation": reports.generation,
+    "masked-prediction": texts.masked_prediction,
+    "report-generation": reports.report_generation,
 }
 """Name after `medvl eval` -> function, in the order of the help."""
 SHARDED = ("zero-shot", "retrieval", "classify", "probe")

@@ -13,9 +13,8 @@ if TYPE_CHECKING:
     from medvl.data.loading.loader import Loader
     from medvl.data.shards.format import Manifest
     from medvl.data.shards.source import ShardSource
-    from medvl.eval.classification.label_policy import LabelPolicy
-    from medvl.eval.core.publish import WritePage
-    from medvl.eval.core.results import Results
+    from medvl.eval.classification.scored_images import LabelPolicy
+    from medvl.eval.core.results import Results, WritePage
     from medvl.models.base import System
 
 SystemT = TypeVar("SystemT", bound="System")
@@ -63,8 +62,7 @@ class RunOptions:
             ConfigError: neither a checkpoint nor --out is given.
             EvaluationError: the folder cannot be written, or holds results of another checkpoint without --replace.
         """
-        from medvl.eval.core.publish import default_folder
-        from medvl.eval.core.results import checkpoint_sha256
+        from medvl.eval.core.results import checkpoint_sha256, default_folder
 
         if checkpoint is None:
             if self.out is None:
@@ -119,8 +117,7 @@ class OutputFolder:
         return SettledFolder(folder)
 
     def _check(self, folder: Path) -> None:
-        from medvl.eval.core.publish import check_output
-        from medvl.eval.core.results import check_replaceable
+        from medvl.eval.core.results import check_output, check_replaceable
 
         check_output(folder)
         if self._model and not self._replace and (folder / "results.json").is_file():
@@ -158,7 +155,7 @@ class LabelOptions:
 
     def policy(self) -> "LabelPolicy":
         """Return the label policy of these options."""
-        from medvl.eval.classification.label_policy import LabelPolicy
+        from medvl.eval.classification.scored_images import LabelPolicy
 
         return LabelPolicy(uncertain=self.uncertain, missing=self.missing)
 
@@ -232,8 +229,7 @@ def publish_result(
     Of the options, `all` prints what does not fit on one screen, and `replace` replaces results of another checkpoint.
     """
     from medvl.common.ranks import rank_and_world
-    from medvl.eval.core.publish import publish
-    from medvl.eval.core.results import format_table
+    from medvl.eval.core.results import format_table, publish
 
     if rank_and_world()[0] > 0:
         return

@@ -19,7 +19,7 @@ from medvl.errors import ConfigError
 
 if TYPE_CHECKING:
     from medvl.data.corpora.common.tables import Plan
-    from medvl.data.privacy.deidentify import Deidentifier
+    from medvl.data.privacy import Deidentifier
     from medvl.data.shards.format import Manifest
 
 T = TypeVar("T")
@@ -74,7 +74,7 @@ def mimic_cxr(
         views: keep only these values of ViewPosition, such as PA AP.
         without: folders of shards whose patients are excluded, such as MS-CXR for evaluation.
     """
-    from medvl.data.convert.hold_out import hold_out
+    from medvl.data.convert.plan import hold_out
     from medvl.data.corpora.reports import mimic_cxr as corpus
 
     deid = shared.deidentifier()
@@ -205,7 +205,7 @@ def m3ae_arrow(
         splits: rule for articles in several splits: official refuses them, repaired keeps each in one split, by-article
             splits anew.
     """
-    from medvl.data.convert.private_folder import PrivateFolder
+    from medvl.data.convert.conversion import PrivateFolder
     from medvl.data.corpora.figures import m3ae_arrow as corpus
 
     deid = shared.deidentifier()
@@ -282,7 +282,7 @@ def deidentifier(salt_file: Path | None, *, new_salt: bool = False) -> "Deidenti
     Raises ConfigError where a salt file that was named, by option or variable, does not exist and `new_salt` is False:
     with a new salt by mistake, patients would no longer be recognised in other corpora.
     """
-    from medvl.data.privacy.deidentify import Deidentifier, default_salt_file
+    from medvl.data.privacy import Deidentifier, default_salt_file
 
     path = salt_file or default_salt_file()
     create = new_salt or not (salt_file or os.environ.get("MEDVL_SALT_FILE"))
@@ -357,8 +357,7 @@ def split_fractions(items: tuple[str, ...]) -> dict[str, float]:
 
 def _report(out: Path, manifests: "Mapping[str, Manifest]") -> list[str]:
     """Return the counts of the corpus, one line per split, the warnings of all splits, and advice about them."""
-    from medvl.data.convert.conversion import Conversion
-    from medvl.data.convert.private_folder import PrivateFolder
+    from medvl.data.convert.conversion import Conversion, PrivateFolder
 
     rows = dict.fromkeys(corpus_line(manifest) for manifest in manifests.values())  # the same in all splits
     lines = [*filter(None, rows), *(_summary(split, manifest) for split, manifest in manifests.items())]
@@ -382,7 +381,7 @@ def _summary(split: str, manifest: "Manifest") -> str:
 
 def corpus_line(manifest: "Manifest") -> str:
     """Return a line with the rows of the whole corpus that were read, kept and left out; "" without such counts."""
-    from medvl.data.corpora.common.row_counts import RowCounts, listed
+    from medvl.data.corpora.common.rows import RowCounts, listed
 
     rows = RowCounts.from_json(manifest.rows, manifest.excluded_from_corpus)
     if rows is not None:

@@ -1,14 +1,22 @@
 """`medvl shards text` and `concepts`: convert texts and knowledge to shards, for pretraining text encoders."""
 
+import filecmp
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Literal
 
 from medvl.cli.shards.corpora import ConversionOptions, Flat, convert, named_values, split_fractions
 from medvl.data.convert.options import ShardOptions, ShardRun
 from medvl.data.corpora.common.documents import Document, DocumentFormat
 from medvl.data.corpora.text import TextOptions
-from medvl.data.privacy.deidentify import Deidentifier
+from medvl.data.privacy import Deidentifier
+from medvl.errors import ConfigError
+
+if TYPE_CHECKING:
+    from medvl.data.tokenizer.tokenizer import Tokenizer
+
 
 _FRACTIONS = ("train=0.98", "validate=0.01", "test=0.01")
 
@@ -40,7 +48,7 @@ def text(
         samples_per_shard: blocks of text per shard.
     """
     from medvl.data.corpora import text as corpus
-    from medvl.data.corpora.common.text_overlap import HeldOutTexts, read_texts
+    from medvl.data.corpora.common.documents import HeldOutTexts, read_texts
 
     shared = ConversionOptions(run=run, options=ShardOptions(samples_per_shard=samples_per_shard))
     deid = shared.deidentifier()
@@ -76,8 +84,7 @@ def concepts(
         samples_per_shard: facts per shard.
     """
     from medvl.data.corpora import concepts as corpus
-    from medvl.data.knowledge.graph import read_knowledge
-    from medvl.data.knowledge.umls import read_definitions
+    from medvl.data.knowledge.graph import read_definitions, read_knowledge
 
     shared = ConversionOptions(run=run, options=ShardOptions(samples_per_shard=samples_per_shard))
     deid, graph = shared.deidentifier(), read_knowledge(knowledge)
@@ -94,3 +101,80 @@ def _read(source: Path, deid: Deidentifier, files: DocumentFormat, sections: tup
     if any((folder / MANIFEST).is_file() for folder in split_folders(source)):
         return read_shard_documents(source, deid, sections)
     return itertools.chain.from_iterable(read_documents(path, files) for path in document_files(source))
+
+
+# `medvl vocab`: a vocabulary of a corpus.
+
+
+def vocab(
+    shards: Path,
+    out: Path,
+    *,
+    kind: Literal["wordpiece", "words", "r2gen"] = "wordpiece",
+    size: int = 8000,
+    min_frequency: int = 2,
+    max_tokens: int = 128,
+    sections: tuple[str, ...] = (),
+    compare: tuple[Path, ...] = (),
+    compare_on: Path | None = None,
+) -> str:
+    """Train a vocabulary on the text of a folder of shards, and compare it with others.
+
+    Args:
+        shards: folder with a manifest, usually the training split.
+        out: new output folder of the tokenizer; an equal tokenizer may be there already.
+        kind: wordpiece; words, for models that write complete words (R2Gen); or r2gen, words cleaned as in its released
+            code, which removes decimal points.
+        size: maximum number of entries of a WordPiece vocabulary.
+        min_frequency: minimum frequency of a piece or word.
+        max_tokens: length at which the tokenizer truncates texts.
+        sections: only these sections, such as findings; default all.
+        compare: folders of other tokenizers, to print pieces per word beside the new one's.
+        compare_on: folder of shards whose words are compared, such as a validation split; default the one above.
+    """
+    from medvl.data.shards.source import ShardSource
+    from medvl.data.tokenizer.tokenizer import load_tokenizer, train_wordpiece, train_words
+
+    others = {str(folder): load_tokenizer(folder) for folder in compare}  # fails before the training
+    reports = 0
+
+    def texts_of(folder: Path) -> Iterator[str]:
+        nonlocal reports
+        reports = 0
+        for of_study in ShardSource(folder).texts_by_study(sections):
+            reports += 1
+            yield from of_study
+
+    texts, options = texts_of(shards), {"min_frequency": min_frequency, "max_tokens": max_tokens}
+    if kind == "wordpiece":
+        tokenizer = train_wordpiece(texts, vocab_size=size, **options)
+    else:
+        tokenizer = train_words(texts, cleaning="r2gen" if kind == "r2gen" else "report", **options)
+    out.mkdir(parents=True, exist_ok=True)
+    with TemporaryDirectory(dir=out.parent, prefix=f".{out.name}-") as folder:
+        tokenizer.save(folder)
+        new = {path.name: path for path in Path(folder).iterdir()}
+        equal, _, _ = filecmp.cmpfiles(out, folder, new, shallow=False)
+        other = sorted({path.name for path in out.iterdir()} - set(equal))
+        if other:
+            message = f"{out} holds another vocabulary or other files (first {other[0]}); give a new folder"
+            raise ConfigError(message, "exists", field="out")
+        for path in new.values():
+            path.replace(out / path.name)
+    wrote = f"Wrote {out}: {tokenizer.vocab_size} entries from {reports} texts"
+    if not compare:
+        return wrote
+    return f"{wrote}\n{_compare({str(out): tokenizer, **others}, texts_of(compare_on or shards))}"
+
+
+def _compare(tokenizers: "Mapping[str, Tokenizer]", texts: Iterable[str]) -> str:
+    """Return a table of the pieces into which each vocabulary divides the words of the texts."""
+    from medvl.data.tokenizer.wordpiece_trainer import count_words
+
+    words, _ = count_words(texts, lowercase=False)
+    width = max(map(len, tokenizers))
+    lines = [f"{'vocabulary':{width}} {'entries':>8} {'pieces per word':>16} {'one piece':>10} {'unknown':>8}"]
+    for name, tokenizer in tokenizers.items():
+        pieces, single, unknown = tokenizer.pieces_per_word(words)
+        lines.append(f"{name:{width}} {tokenizer.vocab_size:8} {pieces:16.3f} {single:10.1%} {unknown:8.2%}")
+    return "\n".join([f"{sum(words.values())} words, {len(words)} of them different", *lines])

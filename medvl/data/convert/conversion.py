@@ -7,18 +7,79 @@ import contextlib
 import dataclasses
 import importlib.metadata
 import json
-from collections.abc import Iterator, Mapping
+import stat
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import medvl
-from medvl.common.files import write_atomic
-from medvl.common.folders import RunLock, subfolder, sweep
+from medvl.common.files import RunLock, new_file, private_folder, subfolder, sweep, write_atomic
 from medvl.common.untrusted import parse_json
 from medvl.data.convert.options import ShardOptions, select_part
 from medvl.data.convert.plan import ShardPlan, count_by_split, shard_name
-from medvl.data.convert.private_folder import PrivateFolder
+from medvl.data.convert.record import ShardNote, SkippedImage
+from medvl.data.corpora.common.tables import Record
 from medvl.errors import ConfigError, ShardError
+
+# OUT-private beside a folder of shards: the plan, notes of finished shards, skipped images and
+# source files.
+#
+# It names files of the corpus and must not be shared.
+
+
+class PrivateFolder:
+    """The private folder of the output folder `out`."""
+
+    def __init__(self, out: Path) -> None:
+        self.path = out.with_name(out.name + "-private")
+        self.plan, self.skipped, self.sources = (
+            self.path / name for name in ("plan.json", "skipped.jsonl", "sources.tsv")
+        )
+
+    def create(self) -> Path:
+        """Create the folder, or close an existing one and its files to other users; return its path.
+
+        Raises ConfigError where it is a link or belongs to another user, as `private_folder`.
+        """
+        private_folder(self.path)
+        for file in self.path.iterdir():
+            if file.is_file() and not file.is_symlink() and stat.S_IMODE(file.stat().st_mode) & 0o077:
+                file.chmod(0o600)
+        return self.path
+
+    def note_path(self, shard: str) -> Path:
+        """Return the path of a shard's note."""
+        return self.path / f"{shard}.json"
+
+    def write_note(self, note: ShardNote) -> None:
+        """Record a shard as finished."""
+        write_atomic(self.note_path(note.name), note.to_json(), permissions=0o600)
+
+    def read_note(self, folder: Path, shard: str) -> ShardNote | None:
+        """Read the note of a shard in `folder`; None if the shard, its index or its note is missing or truncated."""
+        tar = folder / f"{shard}.tar"
+        try:
+            note = ShardNote.from_json(self.note_path(shard).read_bytes())
+            complete = tar.stat().st_size == note.size and tar.with_suffix(".index").is_file()
+        except (OSError, ValueError, TypeError):
+            return None
+        return note if complete else None
+
+    def write_skipped(self, notes: Iterable[ShardNote], rows: Iterable[tuple[str, str]] = ()) -> None:
+        """List the skipped rows of the corpus, and the skipped images, with reason and message; these name files."""
+        lines = [json.dumps({"reason": reason, "message": message}) for reason, message in rows]
+        lines += [
+            json.dumps({"key": image.key, "split": note.split, "reason": image.reason, "message": image.message})
+            for note in notes
+            for image in note.skipped
+        ]
+        write_atomic(self.skipped, "".join(line + "\n" for line in lines), permissions=0o600)
+
+    def write_sources(self, lines: Iterable[str]) -> None:
+        """List the source file of each key: sorted lines `key<TAB>path`, written as they are produced."""
+        with new_file(self.sources, permissions=0o600) as file:
+            file.writelines(line.encode(errors="surrogateescape") for line in lines)
+
 
 _PACKAGES = ("numpy", "opencv-python-headless", "pillow", "pydicom", "simplejpeg")
 _IDENTITY = {
@@ -143,3 +204,37 @@ def _load(path: Path) -> dict[str, Any]:
 
 def _nonzero(counter: Mapping[str, int]) -> dict[str, int]:
     return {name: count for name, count in sorted(counter.items()) if count}
+
+
+# Search for skipped images that may have become readable, so that a resumed conversion reads them
+# again.
+
+
+def has_repairs(note: ShardNote, records: Iterable[Record], since: float) -> bool:
+    """Return whether a skipped image of a shard was added, changed, or is now expected under another path.
+
+    Args:
+        note: note of the finished shard.
+        records: records of the shard.
+        since: time at which the note was written, in seconds since the epoch.
+    """
+    skipped = {image.key: image for image in note.skipped}
+    return any(
+        _is_repaired(record, skipped[record.sample.key], since) for record in records if record.sample.key in skipped
+    )
+
+
+def _is_repaired(record: Record, skipped: SkippedImage, since: float) -> bool:
+    if tuple(map(str, record.files)) != skipped.files:
+        return True
+    if skipped.reason.endswith("_missing"):
+        return all(path.exists() for path in record.files)
+    return any(_change_time(path) > since for path in record.files)
+
+
+def _change_time(path: Path) -> float:
+    """Return the time of the last change of a file, or of a link to it; 0 if it does not exist."""
+    try:
+        return max(path.stat().st_ctime, path.lstat().st_ctime)
+    except OSError:
+        return 0.0

@@ -16,32 +16,180 @@ merge.py combines the parts of a conversion, and `medvl.data.shards.verify` chec
 
 import dataclasses
 import errno
+import multiprocessing
 import os
 import sys
 from collections import Counter
-from collections.abc import Collection, Generator, Mapping, Sequence
+from collections.abc import Collection, Generator, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import closing
+from multiprocessing.sharedctypes import Synchronized
+from multiprocessing.synchronize import Event
+from pathlib import Path
 
+import cv2
 from tqdm import tqdm
 
+from medvl.common.process import WORKER_BYTES, interrupts_blocked, limit_memory, memory_limited
 from medvl.common.untrusted import ANYWHERE
-from medvl.data.convert.conversion import Conversion
-from medvl.data.convert.engine import Engine
-from medvl.data.convert.local_engine import LocalEngine
-from medvl.data.convert.manifests import build_manifests, check_samples, write_manifests
-from medvl.data.convert.note import ShardNote
+from medvl.data.convert.conversion import Conversion, PrivateFolder, has_repairs
 from medvl.data.convert.options import ShardOptions, ShardRun, select_part
 from medvl.data.convert.plan import PlannedShard, ShardPlan, count_by_split
-from medvl.data.convert.private_folder import PrivateFolder
-from medvl.data.convert.repairs import has_repairs
-from medvl.data.convert.shard_task import ShardTask
-from medvl.data.corpora.common.row_counts import RowCounts, listed
+from medvl.data.convert.record import Engine, Progress, ShardNote, ShardTask, build_shard
+from medvl.data.corpora.common.rows import RowCounts, listed
 from medvl.data.corpora.common.tables import Plan
-from medvl.data.privacy.deidentify import Deidentifier
-from medvl.data.shards.format import Manifest
+from medvl.data.privacy import Deidentifier
+from medvl.data.shards.format import MANIFEST, Manifest
 from medvl.data.shards.upload import upload_shards, writable
 from medvl.data.storage.location import is_address
-from medvl.errors import BudgetError, ShardError
+from medvl.errors import BudgetError, CorpusError, ShardError
+
+# Conversion in the processes of this machine.
+
+
+class LocalEngine:
+    """Processes of this machine; a single worker is this process."""
+
+    def __init__(self, workers: int) -> None:
+        self.workers = workers
+
+    def run(self, tasks: Iterable[ShardTask]) -> Progress:
+        """Build shards, as `Engine.run`."""
+        return self._run_here(tasks) if self.workers == 1 else self._run_in_pool(tasks)
+
+    def _run_here(self, tasks: Iterable[ShardTask]) -> Progress:
+        converted = 0
+        for task in tasks:
+            with memory_limited(WORKER_BYTES):  # the same limit as in a worker process, only while files are decoded
+                note = build_shard(task, _tick)
+            converted += len(task.records)
+            yield note, converted
+
+    def _run_in_pool(self, tasks: Iterable[ShardTask]) -> Progress:
+        # Spawn, not fork: codecs and progress bars start threads, and forking a threaded process may deadlock.
+        context = multiprocessing.get_context("spawn")
+        counter, stop, started = context.Value("q", 0), context.Event(), context.Event()
+        pool = ProcessPoolExecutor(
+            self.workers, mp_context=context, initializer=_start_worker, initargs=(counter, stop, started)
+        )
+        try:
+            running = set[Future[ShardNote]]()
+            for task in tasks:
+                with interrupts_blocked():
+                    running.add(pool.submit(_build_in_worker, task))
+                while len(running) >= 2 * self.workers:  # pickled tasks are large, so only a few are queued
+                    yield from _collect(running, counter)
+            while running:
+                yield from _collect(running, counter)
+        except BrokenProcessPool:
+            message = (
+                "a worker process died, probably for lack of memory; run the same command again with fewer --workers"
+            )
+            if not started.is_set():  # each imports the script again, which must not convert while it is imported
+                message = 'no worker process started; call medvl below `if __name__ == "__main__":` in your script'
+            raise ShardError(message, "worker") from None
+        finally:
+            stop.set()  # after Ctrl-C or an error, workers leave their shard at the next image
+            pool.shutdown(wait=True, cancel_futures=True)
+
+
+def _collect(running: set[Future[ShardNote]], counter: "Synchronized[int]") -> Iterator[tuple[ShardNote | None, int]]:
+    finished, _ = wait(running, timeout=0.5, return_when=FIRST_COMPLETED)
+    if not finished:
+        yield None, counter.value
+    for future in finished:
+        running.discard(future)
+        yield future.result(), counter.value
+
+
+_counter: "Synchronized[int] | None" = None
+_stop: "Event | None" = None
+
+
+def _start_worker(counter: "Synchronized[int]", stop: "Event", started: "Event") -> None:
+    global _counter, _stop
+    _counter, _stop = counter, stop
+    started.set()
+    cv2.setNumThreads(0)  # one process per core already
+    limit_memory(WORKER_BYTES)
+
+
+def _tick() -> None:
+    if _stop is not None and _stop.is_set():
+        raise KeyboardInterrupt
+    if _counter is not None:
+        with _counter.get_lock():
+            _counter.value += 1
+
+
+def _build_in_worker(task: ShardTask) -> ShardNote:
+    return build_shard(task, _tick)
+
+
+# Manifests of a conversion, built from the notes of its shards.
+
+
+def build_manifests(
+    conversion: Conversion, notes: Iterable[ShardNote], planned: Mapping[str, int]
+) -> dict[str, Manifest]:
+    """Return the manifest of each split from the notes of its shards, in order. `planned`: images per split."""
+    by_split: dict[str, list[ShardNote]] = {split: [] for split in planned}
+    for note in notes:
+        by_split[note.split].append(note)
+    return {split: _manifest(conversion, split, group, planned[split]) for split, group in by_split.items()}
+
+
+def write_manifests(manifests: Mapping[str, Manifest], out: Path) -> None:
+    """Write each manifest into the folder of its split, unless it is there already."""
+    for split, manifest in manifests.items():
+        if not (out / split / MANIFEST).is_file() or Manifest.read(out / split) != manifest:
+            manifest.write(out / split)
+
+
+def check_samples(manifests: Mapping[str, Manifest], out: Path) -> None:
+    """Raise CorpusError where no split has a sample; the message counts by reason what was left out."""
+    if any(manifest.samples for manifest in manifests.values()):
+        return
+    reasons = sum(
+        (Counter(manifest.excluded) + Counter(manifest.skipped) for manifest in manifests.values()), Counter()
+    )
+    planned = sum(manifest.planned for manifest in manifests.values())
+    advice = f"remove {out} and its private folder, or give another --out, once that is mended"
+    if reasons["no_text"]:
+        advice = "to keep images without text, use --keep-textless and another --out"
+    message = f"{out}: no sample was written of {planned} ({listed(reasons)}); {advice}"
+    raise CorpusError(message, "empty", field="out")
+
+
+def _manifest(conversion: Conversion, split: str, notes: Sequence[ShardNote], planned: int) -> Manifest:
+    skipped = sorted((image.key, image.reason) for note in notes for image in note.skipped)
+    return Manifest(
+        corpus=conversion.corpus,
+        split=split,
+        samples=sum(note.samples for note in notes),
+        shards=tuple(note.shard for note in notes),
+        label_names=conversion.label_names,
+        patients=tuple(sorted({patient for note in notes for patient in note.patients})),
+        salt=conversion.salt,
+        planned=planned,
+        excluded_from_corpus=conversion.excluded,
+        rows=conversion.rows,
+        excluded=_total(note.excluded for note in notes),
+        skipped=dict(sorted(Counter(reason for _, reason in skipped).items())),
+        skipped_keys=tuple(skipped),
+        warnings=_total([*(note.warnings for note in notes), conversion.corpus_warnings]),
+        options=conversion.options,
+        packages=conversion.packages,
+        generators=conversion.generators,
+    )
+
+
+def _total(counters: Iterable[Mapping[str, int]]) -> dict[str, int]:
+    total: Counter[str] = Counter()
+    for counter in counters:
+        total.update(counter)
+    return {name: count for name, count in sorted(total.items()) if count}
 
 
 def write_shards(

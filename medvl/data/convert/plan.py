@@ -6,14 +6,17 @@ import heapq
 from array import array
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
 
 import numpy as np
 
-from medvl.data.corpora.common.row_counts import listed
+from medvl.data.corpora.common.record_file import Records
+from medvl.data.corpora.common.rows import listed
 from medvl.data.corpora.common.tables import Plan, Record
-from medvl.data.shards.format import check_sample, sample_to_json
+from medvl.data.privacy import Deidentifier
+from medvl.data.shards.format import Manifest, check_sample, sample_to_json
 from medvl.data.splits import check_disjoint
-from medvl.errors import CorpusError
+from medvl.errors import CorpusError, SplitError
 
 _BLOCK = 1 << 12
 
@@ -154,3 +157,25 @@ class _TextColumn:
         if self._pending:
             self._blocks.append(np.array(self._pending, bytes))
             self._pending = []
+
+
+# Removal of evaluation patients from a corpus before conversion.
+
+EXCLUDED = "held_out_patient"
+
+
+def hold_out(plan: Plan, folders: Sequence[Path], deid: Deidentifier) -> Plan:
+    """Return the plan without the patients of some folders of shards; their images are counted as excluded.
+
+    Raises SplitError when a folder was hashed with another salt than the plan, so that patients cannot be compared.
+    """
+    held_out: set[str] = set()
+    for folder in folders:
+        manifest = Manifest.read(folder)
+        if manifest.salt != deid.fingerprint:
+            message = f"{folder} was hashed with another salt; convert both with one --salt-file"
+            raise SplitError(message, "mismatch", field="salt")
+        held_out.update(manifest.patients)
+    records = Records(record for record in plan.records if record.sample.patient not in held_out)
+    excluded = Counter({EXCLUDED: len(plan.records) - len(records)})
+    return dataclasses.replace(plan, records=records, rows=plan.rows.excluding(excluded))

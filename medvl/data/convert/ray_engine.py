@@ -18,11 +18,9 @@ from typing import Any
 
 import cv2
 
-from medvl.common.memory_limit import WORKER_BYTES, memory_limited
+from medvl.common.process import WORKER_BYTES, memory_limited
 from medvl.data.convert.conversion import package_versions
-from medvl.data.convert.engine import Progress
-from medvl.data.convert.note import ShardNote
-from medvl.data.convert.shard_task import ShardTask, build_shard
+from medvl.data.convert.record import Progress, ShardNote, ShardTask, build_shard
 from medvl.errors import ConfigError, ShardError
 
 _RETRIES = 3

@@ -1,24 +1,86 @@
 """Conversion of records: read report and image, encode both as the members of a shard."""
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from medvl.common.untrusted import InputFolders
-from medvl.data.annotations.boxes import add_size, region_fields
-from medvl.data.annotations.mask_rle import encode_runs
-from medvl.data.convert.note import ShardNote, SkippedImage
+from medvl.common.files import write_atomic
+from medvl.common.untrusted import InputFolders, parse_json
+from medvl.data.annotations import add_size, encode_runs, region_fields
 from medvl.data.convert.options import ShardOptions
 from medvl.data.corpora.common.tables import Record, read_record
 from medvl.data.dicom.reader import DicomHeader
 from medvl.data.images.codecs import encode_stored
 from medvl.data.images.read import check_sides, read_pixels
-from medvl.data.shards.format import NO_IMAGE, sample_to_json
+from medvl.data.shards.format import NO_IMAGE, Index, Shard, TarWriter, new_tar, sample_to_json
 from medvl.errors import DicomError, ImageError, ReportError
 from medvl.schema import Sample
+
+# The note of a finished shard: its manifest entry, and the images that were skipped or excluded.
+
+
+class SkippedImage(NamedTuple):
+    """An image that could not be converted."""
+
+    key: str
+    reason: str
+    message: str
+    files: tuple[str, ...]
+    """Files of its record."""
+
+
+@dataclasses.dataclass(slots=True)
+class ShardNote:
+    """Result of converting one shard; stored in OUT-private, where a resumed run finds it."""
+
+    name: str
+    split: str
+    samples: int = 0
+    size: int = 0
+    """Bytes of the tar."""
+    sha256: str = ""
+    index_sha256: str = ""
+    patients: list[str] = dataclasses.field(default_factory=list)
+    skipped: list[SkippedImage] = dataclasses.field(default_factory=list)
+    excluded: Counter[str] = dataclasses.field(default_factory=Counter)
+    warnings: Counter[str] = dataclasses.field(default_factory=Counter)
+
+    def to_json(self) -> str:
+        """Return the content of the note's file."""
+        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        return json.dumps(fields, sort_keys=True)
+
+    @classmethod
+    def from_json(cls, data: bytes) -> "ShardNote":
+        """Parse a note's file. Raises ValueError or TypeError when it is truncated or not a note."""
+        note = cls(**parse_json(data))
+        note.excluded, note.warnings = Counter(note.excluded), Counter(note.warnings)
+        note.skipped = [SkippedImage(key, why, text, tuple(files)) for key, why, text, files in note.skipped]
+        return note
+
+    def complete(self, shard: Shard) -> "ShardNote":
+        """Add the entry of the written tar. Returns the note."""
+        self.samples, self.size, self.sha256 = shard.samples, shard.bytes, shard.sha256
+        self.index_sha256 = shard.index_sha256
+        self.patients = sorted(set(self.patients))
+        return self
+
+    @property
+    def shard(self) -> Shard:
+        """Manifest entry of the shard."""
+        return Shard(
+            name=self.name,
+            samples=self.samples,
+            bytes=self.size,
+            sha256=self.sha256,
+            index_sha256=self.index_sha256,
+        )
 
 
 class EncodedSample(NamedTuple):
@@ -117,3 +179,85 @@ def _fill_in(sample: Sample, header: DicomHeader) -> Sample:
         sex=sample.sex or (header.patient_sex if header.patient_sex in ("F", "M") else None),
         age=sample.age if sample.age is not None else header.patient_age,
     )
+
+
+# The shard writer: one tar and its index, written atomically.
+
+
+def write_shard(folder: Path, name: str, samples: Iterable[EncodedSample]) -> Shard:
+    """Write `{name}.tar` and `{name}.index`. Returns the manifest entry.
+
+    Raises OSError when writing fails. No partial tar is left then, or when the process is interrupted.
+    """
+    tar = folder / f"{name}.tar"
+    with new_tar(tar) as writer:
+        index = _write_members(writer, samples)
+        writer.close()
+        index_text = index.to_text()
+        write_atomic(tar.with_suffix(".index"), index_text)
+    return Shard(
+        name=name,
+        samples=len(index.keys),
+        bytes=writer.offset,
+        sha256=writer.hash.hexdigest(),
+        index_sha256=hashlib.sha256(index_text.encode()).hexdigest(),
+    )
+
+
+def _write_members(writer: TarWriter, samples: Iterable[EncodedSample]) -> Index:
+    keys, suffixes, places = [], [], []
+    for sample in samples:
+        keys.append(sample.key)
+        suffixes.append(sample.suffix)
+        has_image = sample.suffix != NO_IMAGE
+        image_place = writer.member(f"{sample.key}.{sample.suffix}", sample.image) if has_image else (0, 0)
+        places.append((*image_place, *writer.member(f"{sample.key}.json", sample.meta)))
+    places_N4 = np.array(places, np.int64).reshape(-1, 4)
+    return Index(tuple(keys), tuple(suffixes), places_N4[:, :2], places_N4[:, 2:])
+
+
+# The unit of work of a conversion: one shard, built by any process that can read the same files.
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ShardTask:
+    """Work of one worker: the records of a shard, and where to write it."""
+
+    name: str
+    split: str
+    folder: Path
+    records: tuple[Record, ...]
+    options: ShardOptions
+    folders: InputFolders
+    """Folders that images and reports must be in."""
+
+
+def build_shard(task: ShardTask, tick: Callable[[], None]) -> ShardNote:
+    """Convert and write one shard; unreadable images are noted, not raised. `tick` is called after each record.
+
+    Raises OSError when writing fails.
+    """
+    note = ShardNote(task.name, task.split)
+    samples = convert_records(task.records, task.options, task.folders, note, tick)
+    return note.complete(write_shard(task.folder, task.name, samples))
+
+
+# Interface of the engines: where the shards of a conversion are built. All of them write the same
+# bytes.
+#
+# `local_engine.LocalEngine` uses the processes of this machine, `ray_engine.RayEngine` those of a
+# Ray cluster. An engine does not affect the content: a `ShardTask` has the records, the options
+# and the file to write.
+
+Progress = Generator[tuple[ShardNote | None, int], None, None]
+"""Notes of finished shards, or None about every half second, with the number of converted images so far."""
+
+
+class Engine(Protocol):
+    """Interface of the engines."""
+
+    def run(self, tasks: Iterable[ShardTask]) -> Progress:
+        """Build shards; a limited number of tasks is queued. Closing the generator stops the workers.
+
+        Raises ShardError when a worker died, and the error of a task that failed.
+        """

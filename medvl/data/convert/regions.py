@@ -19,14 +19,12 @@ import numpy as np
 from tqdm import tqdm
 
 import medvl
-from medvl.common.checks import check_within
-from medvl.common.files import write_atomic
-from medvl.common.folders import RunLock, subfolder, sweep
+from medvl.common.config_io import check_within
+from medvl.common.files import RunLock, subfolder, sweep, write_atomic
 from medvl.common.untrusted import parse_json
-from medvl.data.shards.format import REGION_SUFFIX, Shard
+from medvl.data.shards.format import REGION_SUFFIX, Shard, TarWriter, new_tar
 from medvl.data.shards.regions import REGION_MANIFEST, RegionManifest, Regions, RegionShard, index_text, region_folder
 from medvl.data.shards.source import ShardSource
-from medvl.data.shards.tar_writer import TarWriter, new_tar
 from medvl.data.storage.location import require_local
 from medvl.errors import BudgetError, ConfigError, ImageError, ShardError
 

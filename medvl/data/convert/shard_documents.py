@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from medvl.data.corpora.common.documents import Document
-from medvl.data.privacy.deidentify import Deidentifier
+from medvl.data.privacy import Deidentifier
 from medvl.data.reports.sentences import join_texts
 from medvl.data.shards.format import split_folders
 from medvl.data.shards.source import ShardSource

@@ -6,12 +6,12 @@ import logging
 import shutil
 from pathlib import Path
 
-from medvl.common.folders import RunLock, subfolder
+from medvl.common.files import RunLock, subfolder
+from medvl.data.convert.conversion import PrivateFolder
 from medvl.data.convert.options import ShardOptions, ShardRun
 from medvl.data.convert.pipeline import write_shards
-from medvl.data.convert.private_folder import PrivateFolder
 from medvl.data.corpora import webdataset_tars as corpus
-from medvl.data.privacy.deidentify import Deidentifier
+from medvl.data.privacy import Deidentifier
 from medvl.data.shards.format import MANIFEST
 from medvl.data.storage.cache import Cache
 from medvl.data.storage.webdataset_tars import TarFields, check_tars, describe_tars, expand_tars

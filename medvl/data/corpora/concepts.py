@@ -16,9 +16,9 @@ from medvl.data.corpora.common.documents import Document
 from medvl.data.corpora.common.tables import Plan
 from medvl.data.corpora.text import TextOptions, plan as plan_text
 from medvl.data.knowledge.graph import KnowledgeGraph
-from medvl.data.privacy.deidentify import Deidentifier
+from medvl.data.privacy import Deidentifier
 from medvl.data.splits import DEFAULT_FRACTIONS
-from medvl.data.transforms.concept_pairs import SEGMENTS
+from medvl.data.transforms.text_sequences import SEGMENTS
 
 
 def plan(
@@ -34,7 +34,7 @@ def plan(
     Args:
         graph: entities and triples.
         deid: makes the keys of the samples.
-        definitions: identifier of an entity -> its definitions (`medvl.data.knowledge.umls.read_definitions`).
+        definitions: identifier of an entity -> its definitions (`medvl.data.knowledge.graph.read_definitions`).
         name: name of the corpus.
         fractions: fractions of the splits, by concept.
 

@@ -11,9 +11,13 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from medvl.common.memory_limit import memory_limited
+from medvl.common.process import memory_limited
 from medvl.common.untrusted import ANYWHERE, InputFolders
-from medvl.data.corpora.common.cells import (
+from medvl.data.corpora.common.record_file import Records
+from medvl.data.corpora.common.rows import (
+    IMAGES,
+    RowChecks,
+    RowCounts,
     cell_id,
     cell_list,
     cell_text,
@@ -23,9 +27,6 @@ from medvl.data.corpora.common.cells import (
     raw_text,
     report_text,
 )
-from medvl.data.corpora.common.record_file import Records
-from medvl.data.corpora.common.row_checks import RowChecks
-from medvl.data.corpora.common.row_counts import IMAGES, RowCounts
 from medvl.data.corpora.common.tables import (
     MAX_CELL_CHARACTERS,
     Plan,
@@ -36,8 +37,7 @@ from medvl.data.corpora.common.tables import (
     number_table_rows,
     report_sections,
 )
-from medvl.data.privacy.deidentify import Deidentifier, cap_age
-from medvl.data.privacy.identifiers import CODES, find_identifiers, free_texts
+from medvl.data.privacy import CODES, Deidentifier, cap_age, find_identifiers, free_texts
 from medvl.data.reports.headings import column_section
 from medvl.data.reports.sections import parse_report
 from medvl.data.reports.sentences import join_texts

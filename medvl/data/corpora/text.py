@@ -11,14 +11,13 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from medvl.common.checks import check_within
+from medvl.common.config_io import check_within
 from medvl.common.untrusted import ANYWHERE
-from medvl.data.corpora.common.documents import Document
+from medvl.data.corpora.common.documents import Document, HashSet, HeldOutTexts, words_of
 from medvl.data.corpora.common.record_file import Records
-from medvl.data.corpora.common.row_counts import RowCounts, listed
+from medvl.data.corpora.common.rows import RowCounts, listed
 from medvl.data.corpora.common.tables import Plan, Record
-from medvl.data.corpora.common.text_overlap import HashSet, HeldOutTexts, words_of
-from medvl.data.privacy.deidentify import Deidentifier
+from medvl.data.privacy import Deidentifier
 from medvl.data.splits import DEFAULT_FRACTIONS, check_fractions, check_name, hash_split
 from medvl.errors import CorpusError
 from medvl.schema import Sample

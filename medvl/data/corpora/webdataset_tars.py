@@ -10,13 +10,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from medvl.common.files import write_atomic
-from medvl.common.folders import private_folder
+from medvl.common.files import private_folder, write_atomic
 from medvl.common.untrusted import InputFolders
 from medvl.data.corpora.common.record_file import Records
-from medvl.data.corpora.common.row_counts import RowCounts, listed
+from medvl.data.corpora.common.rows import RowCounts, listed
 from medvl.data.corpora.common.tables import Plan, Record
-from medvl.data.privacy.deidentify import Deidentifier
+from medvl.data.privacy import Deidentifier
 from medvl.data.reports.cleaning import first_text
 from medvl.data.splits import DEFAULT_FRACTIONS, check_fractions, check_name, hash_split
 from medvl.data.storage.location import Location

@@ -8,7 +8,7 @@ Modality LUT or rescale, then VOI LUT or window (the first of several), else the
 percentile, then the inversion of MONOCHROME1. Pixel padding is excluded from the percentiles and shown black. Plain
 8-bit samples without a window are kept unchanged. Colour becomes luma.
 
-Header values are read where their meaning is certain (`medvl.data.dicom.values`): a slope of `0,5` is 0.5. A damaged
+Header values are read where their meaning is certain (`medvl.data.dicom.parser`): a slope of `0,5` is 0.5. A damaged
 value that changes pixels raises DicomError with the keyword of its element in `field`. It never becomes a default;
 absent and empty values have that of the standard.
 
@@ -28,7 +28,7 @@ from medvl.common.untrusted import ANYWHERE, InputFolders
 from medvl.data.dicom.parser import DicomFile, DicomLimits, Elements, Tag, damaged, open_dicom
 from medvl.data.dicom.pixels import PixelLayout, decode_frame
 from medvl.data.dicom.rendering import Display, LinearValues, Shading, Window, linear_values, render
-from medvl.data.privacy.deidentify import cap_age
+from medvl.data.privacy import cap_age
 from medvl.errors import ConfigError, DicomError
 
 __all__ = [

@@ -21,8 +21,7 @@ import numpy as np
 from PIL import Image, PngImagePlugin
 
 from medvl.common.config_io import from_dict
-from medvl.common.files import open_own, write_atomic
-from medvl.common.folders import RunLock, subfolder
+from medvl.common.files import RunLock, open_own, subfolder, write_atomic
 from medvl.common.untrusted import parse_json
 from medvl.data.images.codecs import decode_image
 from medvl.errors import ConfigError, CorpusError, ImageError

@@ -1,15 +1,21 @@
 """Reading an image file of a corpus: from a path to pixels."""
 
+import os
 from collections import Counter
+from collections.abc import Iterable
+from io import BytesIO
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO, Protocol, runtime_checkable
 
+import cv2
 import numpy as np
+from PIL import Image
+from torch import Tensor
 
 from medvl.common.untrusted import ANYWHERE, InputFolders, read_limited
-from medvl.data.dicom.reader import DicomHeader, decode_dicom, read_dicom
-from medvl.data.images.codecs import decode_image, exif_orientation, make_upright
-from medvl.data.privacy.burned_in_text import has_burned_in_text
+from medvl.data.dicom.reader import DicomHeader, DicomImage, decode_dicom, read_dicom
+from medvl.data.images.codecs import decode_image, exif_orientation, make_upright, tiff_orientation, to_8_bits
+from medvl.data.privacy import has_burned_in_text
 from medvl.errors import DicomError, ImageError
 
 _MAX_FILE_BYTES = 1 << 30
@@ -96,3 +102,124 @@ def _read_dicom(
         warnings["says_burned_in"] += image.header.burned_in is True
         warnings["possible_burned_in_text"] += has_burned_in_text(image.pixels_HW)
     return image.pixels_HW, image.header
+
+
+# Conversion of images to uint8 pixels: paths, bytes of files, PIL, numpy, tensors, DICOM
+# datasets.
+
+
+@runtime_checkable
+class DicomDataset(Protocol):
+    """A pydicom dataset."""
+
+    def save_as(self, filename: Any, /) -> None:
+        """Write the dataset as a DICOM file."""
+
+
+ImageInput = str | os.PathLike[str] | bytes | np.ndarray | Tensor | Image.Image | DicomImage | DicomDataset
+"""One image: the path or the bytes of a DICOM, JPEG or PNG file; a PIL image; a numpy array (H, W), (H, W, C) or
+(C, H, W); a tensor (H, W), (C, H, W) or (H, W, C); a `DicomImage` or a pydicom dataset. Arrays hold 8 or 16 bits, or
+floats from 0 to 1."""
+
+
+def read_image(image: ImageInput, *, color: bool | None = None, frame: int | None = None) -> np.ndarray:
+    """Return the pixels of an image, uint8 (H, W) or (H, W, 3).
+
+    JPEG, PNG and PIL images are turned upright by their EXIF data, DICOM images are rendered with their window
+    (`medvl.data.read_dicom`). Samples of 16 bits are scaled by the depth of the largest, as those of PNG files.
+
+    Args:
+        image: see `ImageInput`.
+        color: True for three channels, False for grey; None as the image has them, for files three where they differ.
+        frame: index of the frame in a multi-frame DICOM file, from 0; with None, they are refused.
+
+    Raises:
+        ImageError, DicomError: the image cannot be read, or is a strip that a transform would enlarge to gigabytes.
+        FileNotFoundError: there is no such file.
+    """
+    name = str(image) if isinstance(image, str | os.PathLike) else "the image"
+    pixels = _decoded(image, color is not False, frame)
+    if pixels.ndim == 3 and (color is False or (color is None and isinstance(image, str | os.PathLike | bytes))):
+        pixels = _to_grey(pixels, always=color is False)
+    elif pixels.ndim == 2 and color is True:
+        pixels = np.repeat(pixels[:, :, None], 3, axis=2)
+    check_sides(pixels, name)
+    return np.ascontiguousarray(pixels)
+
+
+def _decoded(image: Any, color: bool, frame: int | None) -> np.ndarray:
+    if isinstance(image, str | os.PathLike):
+        return read_pixels(Path(image), color=color, frame=frame)[0]
+    if isinstance(image, bytes | bytearray):
+        return decode_file(BytesIO(image), color=color, frame=frame)
+    if isinstance(image, Image.Image):
+        return _from_pil(image, color)
+    if isinstance(image, Tensor):
+        return _from_array(image.detach().cpu().float().numpy() if image.is_floating_point() else image.cpu().numpy())
+    if isinstance(image, np.ndarray):
+        return _from_array(image)
+    if isinstance(image, DicomImage):
+        return _from_array(image.pixels_HW)
+    if isinstance(image, DicomDataset):
+        return decode_file(BytesIO(_dicom_bytes(image)), color=color, frame=frame)
+    message = f"expected a path, bytes, a PIL image, an array, a tensor or a DICOM dataset, got {type(image).__name__}"
+    raise ImageError(message, "wrong_type", field="image")
+
+
+def _to_grey(pixels_HWC: np.ndarray, *, always: bool) -> np.ndarray:
+    """Return BT.601 luma; unless `always`, only of images whose channels are equal."""
+    if all(np.array_equal(pixels_HWC[:, :, 0], pixels_HWC[:, :, channel]) for channel in (1, 2)):
+        return pixels_HWC[:, :, 0]
+    return cv2.cvtColor(pixels_HWC, cv2.COLOR_RGB2GRAY) if always else pixels_HWC
+
+
+def _from_pil(image: Image.Image, color: bool) -> np.ndarray:
+    orientation = tiff_orientation(image.getexif().tobytes().removeprefix(b"Exif\0\0"))
+    if image.mode.startswith("I") or image.mode == "F":
+        pixels = _from_array(np.asarray(image))
+    else:
+        grey = image.mode in ("1", "L", "LA") or not color
+        pixels = np.array(image.convert("L" if grey else "RGB"))
+    return make_upright(pixels, orientation)
+
+
+def _from_array(array: np.ndarray) -> np.ndarray:
+    """Return uint8 (H, W) or (H, W, 3). Raises ImageError for other shapes, and for values out of range."""
+    pixels = array
+    if pixels.ndim == 3:
+        first, last = pixels.shape[0] in (1, 3), pixels.shape[2] in (1, 3)
+        pixels = pixels.transpose(1, 2, 0) if first and not last else pixels
+        pixels = pixels[:, :, 0] if pixels.shape[2] == 1 else pixels
+    if pixels.ndim not in (2, 3) or (pixels.ndim == 3 and pixels.shape[2] != 3) or not pixels.size:
+        message = f"expected an array of (H, W), (H, W, 3) or (3, H, W), got the shape {tuple(array.shape)}"
+        raise ImageError(message, "mismatch", field="image")
+    if pixels.dtype == np.uint8:
+        return pixels
+    if pixels.dtype == bool:
+        return pixels.astype(np.uint8) * 255
+    if np.issubdtype(pixels.dtype, np.integer):
+        if pixels.min() < 0 or pixels.max() > 0xFFFF:
+            raise ImageError("expected integers from 0 to 65535; scale the image first", "out_of_range", field="image")
+        return pixels.astype(np.uint8) if pixels.max() <= 0xFF else to_8_bits(pixels)
+    if not np.issubdtype(pixels.dtype, np.floating) or not (pixels.min() >= 0 and pixels.max() <= 1):  # also NaN
+        message = f"expected floats from 0 to 1, or integers of 8 or 16 bits, got {pixels.dtype}; scale the image first"
+        raise ImageError(message, "out_of_range", field="image")
+    return np.asarray((pixels * 255).round().astype(np.uint8))
+
+
+def _dicom_bytes(dataset: DicomDataset) -> bytes:
+    """Return the file of a pydicom dataset."""
+    buffer = BytesIO()
+    try:
+        dataset.save_as(buffer)
+    except Exception as error:  # of any type, for datasets without a transfer syntax or with bad values
+        message = f"the DICOM dataset cannot be written ({type(error).__name__}); give the path of its file"
+        raise DicomError(message, "malformed", field="image") from None
+    return buffer.getvalue()
+
+
+def stack_images(images_CHW: Iterable[np.ndarray]) -> np.ndarray:
+    """Return one array (N, C, H, W); grey images get three channels where others have them."""
+    images = list(images_CHW)
+    channels = max(image.shape[0] for image in images)
+    return np.stack([np.broadcast_to(image, (channels, *image.shape[1:])) for image in images])

@@ -20,8 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from medvl.common.files import new_path
-from medvl.data.knowledge.graph import KnowledgeGraph
-from medvl.data.knowledge.settings import TransEConfig
+from medvl.data.knowledge.graph import KnowledgeGraph, TransEConfig
 from medvl.errors import CorpusError
 
 EMBEDDINGS = "entity_embeddings.safetensors"

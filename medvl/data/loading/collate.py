@@ -2,6 +2,8 @@
 
 import dataclasses
 import hashlib
+import logging
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -9,23 +11,131 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from medvl.data.knowledge.linker import EntityLinker, pad_entities
-from medvl.data.loading.padding import grouped, pad_rows, stack, stack_some
-from medvl.data.loading.skipped import SkippedSample
+from medvl.data.knowledge.finder import EntityLinker, pad_entities
+from medvl.data.reports.cleaning import swap_laterality
 from medvl.data.reports.entities import mirrored_positions, positions_of
 from medvl.data.reports.labeler import CHEXPERT, conventions_named
-from medvl.data.reports.laterality import swap_laterality
 from medvl.data.reports.sentences import sentence_spans
 from medvl.data.shards.format import label_row
 from medvl.data.shards.regions import Regions
 from medvl.data.tokenizer.tokenizer import Tokenizer
 from medvl.data.transforms.device import stack_samples, stack_views
 from medvl.data.transforms.image import BuiltTransform, ImageTransform, ReadsTexts, Transformed
-from medvl.data.transforms.mirroring import mirror_labels, texts_and_names
-from medvl.data.transforms.statements import SamplePolicy, StatementPolicy, Statements
-from medvl.data.transforms.text import REPORT_SECTIONS, PairPolicy, TextPolicy, choose_sections
-from medvl.errors import ConfigError
+from medvl.data.transforms.text import (
+    REPORT_SECTIONS,
+    PairPolicy,
+    SamplePolicy,
+    StatementPolicy,
+    Statements,
+    TextPolicy,
+    choose_sections,
+)
+from medvl.data.transforms.turning import mirror_labels, texts_and_names
+from medvl.errors import BudgetError, ConfigError, ShardError
 from medvl.schema import Batch, Inputs, Sample
+
+# Stacking of the arrays and texts of samples to the tensors of a batch.
+
+
+def stack(images: Sequence[np.ndarray]) -> Tensor:
+    """Return (B, C, H, W) from images (H, W, C)."""
+    return torch.from_numpy(np.stack(images)).permute(0, 3, 1, 2).contiguous()
+
+
+def pad_rows(arrays: Sequence[np.ndarray | None], *, as_stored: bool = False) -> Tensor:
+    """Return (B, P, D) from arrays (P, D) of unequal length, zeros for None; P is 0 if all are None.
+
+    In float32, or with `as_stored` in the widest type of the arrays.
+    """
+    given = [array for array in arrays if array is not None]
+    rows, columns = max(map(len, given), default=0), given[0].shape[1] if given else 0
+    dtype = np.result_type(*given) if given and as_stored else np.dtype(np.float32)
+    padded = np.zeros((len(arrays), rows, columns), dtype)
+    for row, array in enumerate(arrays):
+        if array is not None:
+            padded[row, : len(array)] = array
+    return torch.from_numpy(padded)
+
+
+def grouped(tokens: tuple[Tensor, Tensor], sizes: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """Return ids and mask (B, S, T) of texts in rows of the given sizes, one after another; S is at least 1."""
+    ids_NT, mask_NT = tokens
+    real_BS = torch.arange(max(1, *sizes)) < torch.tensor(sizes)[:, None]
+    ids_BST, mask_BST = (x_NT.new_zeros(*real_BS.shape, x_NT.shape[1]) for x_NT in tokens)
+    ids_BST[real_BS], mask_BST[real_BS] = ids_NT[: sum(sizes)], mask_NT[: sum(sizes)]
+    return ids_BST, mask_BST
+
+
+def stack_some(images: Sequence[np.ndarray | None], like_HWC: np.ndarray) -> tuple[Tensor, Tensor]:
+    """Return (B, C, H, W) with black images for those that are missing, and (B,) bool: which are there."""
+    blank_HWC = np.zeros_like(like_HWC)
+    there_B = torch.tensor([image is not None for image in images])
+    return stack([blank_HWC if image is None else image for image in images]), there_B
+
+
+# Samples that are left out of their batch, and the limit on their number.
+
+_log = logging.getLogger(__name__)
+
+NO_IMAGE = "no_image"
+"""Reason for skipping a sample without an image, also the code of ImageError. It does not count as unreadable."""
+NO_TEXT = "no_text"
+"""Reason for skipping a sample without the text that is read. It does not count as unreadable."""
+_READABLE = (NO_IMAGE, NO_TEXT)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SkippedSample:
+    """A sample that is left out of its batch: an unreadable one, or one without an image or a text that is needed."""
+
+    key: str
+    reason: str
+
+
+class SkipBudget:
+    """Counter of skipped samples by reason, with an upper limit on the unreadable ones.
+
+    The limit is on different samples: one that is unreadable in every epoch or validation counts once. A resumed run
+    counts from zero.
+
+    Args:
+        where: folder or address of the data, for messages.
+        max_skipped: below 1 a fraction of all samples, else a number.
+        samples: number of all samples.
+
+    Attributes:
+        reasons: number of skips by reason, in which a sample counts in every pass that leaves it out.
+    """
+
+    def __init__(self, where: str, max_skipped: float, samples: int) -> None:
+        self.reasons: Counter[str] = Counter()
+        self._unreadable: dict[str, str] = {}  # reason by key
+        self._where, self._budget = where, int(max_skipped if max_skipped >= 1 else max_skipped * samples)
+
+    def add(self, skipped: Sequence[SkippedSample]) -> None:
+        """Count skipped samples, and log each unreadable one once. Raises BudgetError with more than the limit."""
+        for sample in skipped:
+            self.reasons[sample.reason] += 1
+            if sample.reason not in _READABLE and sample.key not in self._unreadable:
+                self._unreadable[sample.key] = sample.reason
+                _log.warning("skipped sample %s: %s", sample.key, sample.reason)
+        if len(self._unreadable) > self._budget:
+            reasons = Counter(self._unreadable.values())
+            detail = ", ".join(f"{count} {reason}" for reason, count in reasons.most_common())
+            state = f"{len(self._unreadable)} unreadable samples ({detail}), over the budget of {self._budget}"
+            message = f"{self._where}: {state}; run `medvl verify` to list the damage"
+            raise BudgetError(message, "budget", field="max_skipped")
+
+    def check_empty_batch(self, skipped: Sequence[SkippedSample]) -> None:
+        """Raise ShardError for a batch without a readable sample, unless all of its samples lack an image or a text."""
+        if all(sample.reason in _READABLE for sample in skipped):
+            return
+        raise ShardError(
+            f"{self._where}: no sample of a batch can be read (first: {skipped[0].key}, {skipped[0].reason}); "
+            "run `medvl verify` to list the damage",
+            "empty",
+        )
+
 
 Tokenize = Callable[[Sequence[str]], tuple[Tensor, Tensor]]
 """Function from texts to (ids_BT, mask_BT): a `Tokenizer`, or `no_text` for models without a text encoder."""
@@ -147,7 +257,7 @@ class ItemMaker:
 
         `key` seeds the augmentation, `prior` are the pixels of the previous image, `other` those of another image of
         the study, and `sample` has the texts and names for transforms that flip an image only where these allow it
-        (`medvl.data.transforms.mirroring.texts_and_names`).
+        (`medvl.data.transforms.turning.texts_and_names`).
         """
         built = self._built(sample)
         image = built(pixels, self.rng(epoch, key, "image"))

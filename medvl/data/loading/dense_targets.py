@@ -1,7 +1,7 @@
 """Training targets for detection and segmentation: boxes and masks in the pixels of a model's input.
 
-`Sample.extra` holds boxes and masks in pixels of the published image (`medvl.data.annotations.boxes`,
-`medvl.data.annotations.mask_rle`). The loader's workers make the targets with the augmentation of the image, so that
+`Sample.extra` holds boxes and masks in pixels of the published image (`medvl.data.annotations`,
+`medvl.data.annotations`). The loader's workers make the targets with the augmentation of the image, so that
 both are turned alike (`Transformed.turn_22`).
 
 Shape letters: N boxes of an image, padded to the largest number in the batch; L labels; h, w cells of the model's
@@ -18,8 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from medvl.data.annotations.mask_rle import decode_runs
-from medvl.data.annotations.phrases import published_size
+from medvl.data.annotations import decode_runs, published_size
 from medvl.data.transforms.image import EvalTransform, Transformed
 from medvl.data.transforms.turning import turn
 from medvl.errors import CorpusError

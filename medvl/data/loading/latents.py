@@ -21,8 +21,8 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from medvl.common.ranks import check_ranks
+from medvl.data.loading.collate import SkippedSample
 from medvl.data.loading.loader import Loader, batch_sampler, check_settings
-from medvl.data.loading.skipped import SkippedSample
 from medvl.errors import ShardError
 from medvl.schema import Batch
 

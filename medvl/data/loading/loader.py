@@ -17,15 +17,21 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from medvl.common.ranks import check_ranks
-from medvl.data.loading.collate import Collate, Item, ItemMaker, TargetMaker, Tokenize, Views
-from medvl.data.loading.concat import ConcatSource
-from medvl.data.loading.priors import NO_PRIOR, prior_positions
+from medvl.data.loading.collate import (
+    NO_IMAGE,
+    Collate,
+    Item,
+    ItemMaker,
+    SkipBudget,
+    SkippedSample,
+    TargetMaker,
+    Tokenize,
+    Views,
+)
 from medvl.data.loading.sampler import BatchSampler, EvalSampler, MixedSampler, TrainSampler
-from medvl.data.loading.skipped import NO_IMAGE, SkipBudget, SkippedSample
-from medvl.data.loading.sources import Source, has_color, is_remote, region_manifest_of
-from medvl.data.loading.studies import StudySource
-from medvl.data.loading.worker_errors import TIMEOUT, PassErrors, with_worker_errors
-from medvl.data.loading.worker_setup import init_worker
+from medvl.data.loading.sources import ConcatSource, Source, has_color, is_remote, region_manifest_of
+from medvl.data.loading.studies import NO_PRIOR, StudySource, prior_positions
+from medvl.data.loading.workers import TIMEOUT, PassErrors, init_worker, with_worker_errors
 from medvl.data.storage.store import map_threads
 from medvl.data.transforms.image import ImageTransform
 from medvl.data.transforms.text import TextPolicy

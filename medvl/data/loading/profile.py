@@ -6,9 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from medvl.data.loading.collate import ItemMaker, Views
+from medvl.data.loading.collate import ItemMaker, SkippedSample, Views
 from medvl.data.loading.loader import Loader
-from medvl.data.loading.skipped import SkippedSample
 from medvl.data.shards.regions import Regions
 from medvl.errors import ImageError, MedvlError
 from medvl.schema import Sample

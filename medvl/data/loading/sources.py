@@ -1,16 +1,25 @@
 """Where a loader reads samples from: the `Source` protocol, and the files of a corpus as a source."""
 
+import bisect
+import dataclasses
 import hashlib
-from collections.abc import Iterable, Sequence
-from typing import Any, Protocol
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Literal, Protocol
 
 import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
 
 from medvl.common.untrusted import InputFolders
-from medvl.data.shards.regions import RegionManifest
+from medvl.data.shards.format import Manifest
+from medvl.data.shards.regions import RegionManifest, Regions, check_one_detector
+from medvl.data.shards.source import ShardSource
 from medvl.data.transforms.image import EvalTransform
-from medvl.errors import SplitError
-from medvl.schema import Sample
+from medvl.data.transforms.text import TextPolicy
+from medvl.errors import ConfigError, ImageError, SplitError
+from medvl.schema import CHANGES, Sample
 
 
 class Source(Protocol):
@@ -113,3 +122,349 @@ class FileSource:
         from medvl.data.images.read import read_pixels  # imports pydicom, which takes time
 
         return read_pixels(self.samples[position].image, color=bool(color), folders=self.folders)[0]
+
+
+# Views of a source: a subset of its samples, other label columns or texts; the tokenizer of a
+# model without text.
+
+
+class SourceView:
+    """Base class of views of a source, by default of the same samples in the same order.
+
+    Args:
+        source: the samples.
+        content: what determines the view, for its fingerprint.
+        label_names: label columns; None for those of the source.
+    """
+
+    def __init__(self, source: Source, content: bytes, label_names: Sequence[str] | None = None) -> None:
+        self.source, self.label_names = source, tuple(source.label_names if label_names is None else label_names)
+        self.fingerprint = hashlib.sha256(content).hexdigest()
+        self.folder = getattr(source, "folder", "the files")  # for messages
+        self.region_manifest = region_manifest_of(source)
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    def source_position(self, position: int) -> int:
+        """Return the position in the source of the sample at `position`."""
+        return position
+
+    def sample(self, position: int) -> Sample:
+        """Return the sample at `position`, without its pixels."""
+        return self.source.sample(self.source_position(position))
+
+    def pixels(self, position: int, color: bool | None = None) -> np.ndarray:
+        """Return the decoded image at `position`."""
+        return self.source.pixels(self.source_position(position), color)
+
+    def regions(self, position: int) -> Regions:
+        """Return the regions at `position`, of a source that has them."""
+        source: Any = self.source
+        regions: Regions = source.regions(self.source_position(position))
+        return regions
+
+
+class Subset(SourceView):
+    """The samples of a source at some positions, in that order."""
+
+    def __init__(self, source: Source, positions: Sequence[int] | NDArray[np.int64]) -> None:
+        self.positions = np.asarray(positions, dtype=np.int64)
+        super().__init__(source, source.fingerprint.encode() + self.positions.astype("<i8").tobytes())
+
+    def __len__(self) -> int:
+        return len(self.positions)
+
+    def source_position(self, position: int) -> int:
+        """See the base class."""
+        return int(self.positions[position])
+
+
+class LabelPolicyView(SourceView):
+    """A source whose labels are mapped to 1, 0 or absent, in chosen columns.
+
+    Args:
+        source: the samples.
+        names: label columns; a name that the source lacks is absent everywhere.
+        settle: maps labels (1, 0, -1 or NaN) and their names to 1, 0 or NaN, one row at a time. It gets all columns of
+            the source and must be picklable (a module-level function or a bound method) for the loader's workers.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        names: Sequence[str],
+        settle: Callable[[NDArray[np.float64], Sequence[str]], NDArray[np.float64]],
+    ) -> None:
+        super().__init__(source, "\n".join([source.fingerprint, *names]).encode(), names)
+        self.settle = settle
+
+    def sample(self, position: int) -> Sample:
+        """Return the sample at `position` with its mapped labels."""
+        sample, columns = self.source.sample(position), self.source.label_names
+        table_1L = np.array([[sample.labels.get(name, np.nan) for name in columns]])
+        row = dict(zip(columns, self.settle(table_1L, columns)[0].tolist(), strict=True))
+        kept = {name: int(row[name]) for name in self.label_names if name in row and not np.isnan(row[name])}
+        return dataclasses.replace(sample, labels=kept)
+
+
+class ChangeLabels(SourceView):
+    """A source whose labels are changes since the prior image: -1 for improving, 0 for stable, 1 for worsening.
+
+    Args:
+        source: samples with `extra["change"]`, such as those of MS-CXR-T.
+        findings: label columns; samples without a label of change, such as prior images, have none.
+    """
+
+    def __init__(self, source: Source, findings: Sequence[str]) -> None:
+        super().__init__(source, "\n".join([source.fingerprint, "change", *findings]).encode(), findings)
+
+    def sample(self, position: int) -> Sample:
+        """Return the sample at `position` with its changes as labels."""
+        sample = self.source.sample(position)
+        change = changes_of(sample)
+        labels = {name: CHANGES.index(change[name]) - 1 for name in self.label_names if name in change}
+        return dataclasses.replace(sample, labels=labels)
+
+
+class OtherTexts(SourceView):
+    """A source whose samples have no text, or the text of another sample, to measure what a model reads in the texts.
+
+    Args:
+        source: the samples.
+        texts: "none", or "others" for the texts of the samples half of the source further on.
+    """
+
+    def __init__(self, source: Source, texts: Literal["none", "others"]) -> None:
+        super().__init__(source, f"{source.fingerprint} {texts}".encode())
+        self.texts = texts
+
+    def sample(self, position: int) -> Sample:
+        """Return the sample at `position` with its new text."""
+        other = self.source.sample((position + len(self) // 2) % len(self))
+        sections = {} if self.texts == "none" else other.sections
+        return dataclasses.replace(self.source.sample(position), sections=sections)
+
+
+def changes_of(sample: Sample) -> Mapping[str, str]:
+    """Return finding -> one of `CHANGES` of a sample; empty without such labels."""
+    change = sample.extra.get("change")
+    return change if isinstance(change, Mapping) else {}
+
+
+def select_samples(
+    source: Source, views: Sequence[str], text: TextPolicy | None = None, min_characters: int = 1
+) -> Source:
+    """Return the source, or the subset of its samples with one of the views and a text.
+
+    Args:
+        source: the samples, of which the JSON is read once.
+        views: such as PA and AP; empty for all.
+        text: text policy that must return at least `min_characters`; None reads no texts.
+        min_characters: shortest text, at least 1.
+
+    Raises:
+        ConfigError: no sample is left.
+    """
+    if not views and text is None:
+        return source
+    wanted, rng = {view.upper() for view in views}, np.random.default_rng(0)
+    kept = []
+    for position in range(len(source)):
+        sample = source.sample(position)
+        has_view = not wanted or (sample.view or "").upper() in wanted
+        if has_view and (text is None or len(text(sample.sections, rng).strip()) >= max(min_characters, 1)):
+            kept.append(position)
+    if not kept:
+        which = f"one of the views {', '.join(views)}" if views else "a text"
+        message = f"no sample of {getattr(source, 'folder', 'the files')} has {which}; choose other views or texts"
+        raise ConfigError(message, "empty", field="views")
+    return Subset(source, kept)
+
+
+def label_fraction(patients: Sequence[str], fraction: float, seed: int) -> NDArray[np.int64]:
+    """Return the positions, ascending, of the images of a fraction of the patients (for few-label experiments).
+
+    Patients are ordered by a hash of (seed, patient) and the first round(fraction * patients) are taken, at least one.
+    So the subsets of one seed are nested, all images of a patient stay together, and a patient's rank does not depend
+    on the other patients.
+
+    Args:
+        patients: patient of each image.
+        fraction: above 0, at most 1.
+        seed: seed of the order.
+
+    Raises:
+        ConfigError: the fraction is out of range, or there are no images.
+    """
+    if not 0 < fraction <= 1:
+        raise ConfigError(f"expected a fraction in (0, 1], got {fraction:g}", "out_of_range", field="fraction")
+    if not patients:
+        raise ConfigError("there are no images to take a fraction of", "empty", field="patients")
+    order = sorted(
+        set(patients), key=lambda patient: hashlib.blake2b(f"{seed}/{patient}".encode(), digest_size=8).digest()
+    )
+    taken = set(order[: max(1, round(fraction * len(order)))])
+    return np.flatnonzero([patient in taken for patient in patients])
+
+
+def no_text(texts: Sequence[str]) -> tuple[Tensor, Tensor]:
+    """Return empty (ids_BT, mask_BT) with T = 0: the tokenizer of a model without a text encoder."""
+    return torch.empty(len(texts), 0, dtype=torch.int64), torch.empty(len(texts), 0, dtype=torch.bool)
+
+
+# A source of pairs as pairs, images alone and texts alone, for training on data that are mostly
+# unpaired.
+
+_PAIR, _IMAGE, _TEXT = range(3)
+
+
+class UnpairedSource(SourceView):
+    """The pairs of some patients; the samples of all others are an image without a text and a text without an image.
+
+    The text alone has the key of its pair with `-text`, and both keep the labels. Pairs come first, then the images,
+    then the texts. Reads all samples once.
+
+    Args:
+        source: the pairs.
+        paired_fraction: fraction of the patients whose samples stay pairs, from 0 to 1. The patients of a smaller
+            fraction are among those of a larger one (`medvl.data.loading.sources.label_fraction`).
+        seed: seed of the order of the patients.
+        others: "separate" the samples of the other patients, or "drop" them, to see what they are worth.
+
+    Raises ConfigError where the fraction is out of range, or nothing is left.
+    """
+
+    def __init__(
+        self,
+        source: ShardSource,
+        paired_fraction: float,
+        seed: int = 0,
+        others: Literal["separate", "drop"] = "separate",
+    ) -> None:
+        if not 0 <= paired_fraction <= 1 or (paired_fraction == 0 and others == "drop"):
+            message = (
+                f"expected a fraction from 0 to 1, and pairs or unpaired samples, got {paired_fraction:g}, {others}"
+            )
+            raise ConfigError(message, "out_of_range", field="paired_fraction")
+        everything = np.arange(len(source))
+        patients = [source.sample(position).patient for position in range(len(source))]
+        paired = label_fraction(patients, paired_fraction, seed) if paired_fraction else everything[:0]
+        alone = np.setdiff1d(everything, paired) if others == "separate" else everything[:0]
+        self._positions = np.concatenate([paired, alone, alone])
+        self._kinds = np.repeat([_PAIR, _IMAGE, _TEXT], [len(paired), len(alone), len(alone)])
+        content = source.fingerprint.encode() + self._positions.astype("<i8").tobytes()
+        super().__init__(source, content + self._kinds.astype("<i8").tobytes())
+        self.manifest = source.manifest
+
+    def __len__(self) -> int:
+        return len(self._positions)
+
+    def sample(self, position: int) -> Sample:
+        """Return the sample at `position`; an image alone has no sections. Raises ShardError."""
+        sample = self.source.sample(int(self._positions[position]))
+        if self._kinds[position] == _IMAGE:
+            return dataclasses.replace(sample, sections={})
+        return dataclasses.replace(sample, key=f"{sample.key}-text") if self._kinds[position] == _TEXT else sample
+
+    def source_position(self, position: int) -> int:
+        """See the base class. Raises ImageError, `no_image`, for a text alone."""
+        if self._kinds[position] == _TEXT:
+            raise ImageError(f"{self.folder}: sample {position} has no image: it was separated", "no_image")
+        return int(self._positions[position])
+
+
+# Several folders of shards as one source, for pretraining on more than one corpus.
+
+
+class ConcatSource:
+    """The samples of several folders of shards, one folder after another.
+
+    Args:
+        sources: the folders.
+        weights: share of each in training, of any sum; None draws every sample once an epoch.
+
+    Attributes:
+        folder: all folders, for messages.
+        label_names: label names of all folders, in order of first appearance.
+        counts: samples of each folder.
+        manifest: merged manifest that a checkpoint stores: shards and patients of all folders. With a folder in colour
+            it is in colour, as loaders read all folders then.
+        region_manifest: that of the first folder's regions; the others have the same detector.
+
+    Raises:
+        ConfigError: no folder is given, one is given twice, or their ids were hashed with different salts, so that
+            patients shared with an evaluation set could not be detected; or the weights do not fit, or the folders have
+            regions of different detectors.
+    """
+
+    def __init__(self, sources: Sequence[ShardSource | UnpairedSource], weights: Sequence[float] | None = None) -> None:
+        self.sources = tuple(sources)
+        fingerprints = [source.fingerprint for source in self.sources]
+        if not self.sources:
+            raise ConfigError("expected one or more folders of shards, got none", "missing")
+        if len(set(fingerprints)) < len(fingerprints):
+            raise ConfigError("the same folder of shards is given twice; give each once", "conflict")
+        self.manifest = _merge([source.manifest for source in self.sources])
+        self.label_names = self.manifest.label_names
+        self.counts, self.weights = tuple(map(len, self.sources)), None if weights is None else tuple(weights)
+        if self.weights is not None:
+            _check_weights(self.weights, len(self.sources))
+            fingerprints.append(f"weights {self.weights}")
+        self.fingerprint = hashlib.sha256("\n".join(fingerprints).encode()).hexdigest()
+        self.folder = ", ".join(str(source.folder) for source in self.sources)
+        self.region_manifest = self.sources[0].region_manifest
+        check_one_detector([source.region_manifest for source in self.sources])
+        self._ends = np.cumsum([len(source) for source in self.sources]).tolist()
+
+    def __len__(self) -> int:
+        return int(self._ends[-1])
+
+    def sample(self, position: int) -> Sample:
+        """Return the sample at `position`, without its pixels. Raises ShardError."""
+        source, place = self._locate(position)
+        return source.sample(place)
+
+    def pixels(self, position: int, color: bool | None = None) -> np.ndarray:
+        """Return the decoded image. Raises ImageError or ShardError."""
+        source, place = self._locate(position)
+        return source.pixels(place, color)
+
+    def regions(self, position: int) -> Regions:
+        """Return the regions of the image. Raises ImageError or ShardError."""
+        source, place = self._locate(position)
+        return source.regions(place)
+
+    def _locate(self, position: int) -> tuple[ShardSource | UnpairedSource, int]:
+        if not 0 <= position < len(self):
+            raise IndexError(f"sample {position} of {len(self)}")
+        number = bisect.bisect_right(self._ends, position)
+        return self.sources[number], position - (self._ends[number - 1] if number else 0)
+
+
+def _check_weights(weights: Sequence[float], folders: int) -> None:
+    if len(weights) != folders:
+        message = f"expected a weight for each of the {folders} folders, got {len(weights)}"
+        raise ConfigError(message, "mismatch", field="weights")
+    if not all(math.isfinite(weight) and weight > 0 for weight in weights):
+        raise ConfigError(f"expected positive weights, got {tuple(weights)}", "out_of_range", field="weights")
+
+
+def _merge(manifests: Sequence[Manifest]) -> Manifest:
+    if len({manifest.salt for manifest in manifests}) > 1:
+        message = "the folders were hashed with different salts; convert them with one --salt-file"
+        raise ConfigError(message, "mismatch", field="salt")
+    return dataclasses.replace(
+        manifests[0],
+        corpus="+".join(manifest.corpus for manifest in manifests),
+        samples=sum(manifest.samples for manifest in manifests),
+        shards=tuple(shard for manifest in manifests for shard in manifest.shards),
+        label_names=tuple(dict.fromkeys(name for manifest in manifests for name in manifest.label_names)),
+        options={**manifests[0].options, "color": any(manifest.color for manifest in manifests)},
+        patients=tuple(sorted({patient for manifest in manifests for patient in manifest.patients})),
+        generators=_distinct([generator for manifest in manifests for generator in manifest.generators]),
+    )
+
+
+def _distinct(generators: Sequence[Mapping[str, Any]]) -> tuple[Mapping[str, Any], ...]:
+    return tuple(each for place, each in enumerate(generators) if each not in generators[:place])

@@ -8,11 +8,10 @@ import numpy as np
 from torch.utils.data import Dataset
 
 from medvl.common.ranks import check_ranks
-from medvl.data.loading.collate import sample_rng
+from medvl.data.loading.collate import NO_TEXT, SkippedSample, sample_rng
 from medvl.data.loading.loader import Loader, batch_sampler, check_settings
-from medvl.data.loading.skipped import NO_TEXT, SkippedSample
 from medvl.data.loading.sources import Source
-from medvl.data.loading.worker_errors import TIMEOUT
+from medvl.data.loading.workers import TIMEOUT
 from medvl.data.reports.sentences import join_texts
 from medvl.errors import ShardError
 from medvl.schema import Batch, Sample

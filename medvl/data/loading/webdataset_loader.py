@@ -20,11 +20,9 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from medvl.common.ranks import check_ranks
 from medvl.data.images.codecs import decode_image, exif_orientation, make_upright
-from medvl.data.loading.collate import Collate, Item, ItemMaker, Tokenize
+from medvl.data.loading.collate import Collate, Item, ItemMaker, SkipBudget, SkippedSample, Tokenize
 from medvl.data.loading.loader import check_identity
-from medvl.data.loading.skipped import SkipBudget, SkippedSample
-from medvl.data.loading.worker_errors import TIMEOUT, with_worker_errors
-from medvl.data.loading.worker_setup import init_worker
+from medvl.data.loading.workers import TIMEOUT, init_worker, with_worker_errors
 from medvl.data.reports.cleaning import first_text
 from medvl.data.storage.location import Location
 from medvl.data.storage.webdataset_tars import TarFields, check_tars, describe_tars, expand_tars, read_tar

@@ -5,7 +5,7 @@ import re
 import string
 from typing import NamedTuple
 
-from medvl.data.privacy.deidentify import is_identifying_header
+from medvl.data.privacy import is_identifying_header
 from medvl.data.reports.headings import (
     COMMON_SECTIONS,
     Heading,

@@ -5,7 +5,7 @@ import functools
 import re
 from typing import NamedTuple
 
-from medvl.data.reports.lines import words
+from medvl.data.reports.sentences import words
 
 _ALIASES = {
     "findings": "findings|finding|findings in detail|radiographic findings|report|results"

@@ -11,12 +11,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from medvl.common.untrusted import ANYWHERE, InputFolders, read_limited
-from medvl.data.privacy.deidentify import is_identifying_header
+from medvl.data.privacy import is_identifying_header
 from medvl.data.reports.cleaning import clean_text, is_no_text, is_reference
 from medvl.data.reports.header_lines import Header, divide_lines, find_header
 from medvl.data.reports.headings import BEFORE_FINDINGS, CONTEXT_SECTIONS, DESCRIPTIVE_SECTIONS
-from medvl.data.reports.lines import one_line
-from medvl.data.reports.sentences import join_texts, split_sentences
+from medvl.data.reports.sentences import join_texts, one_line, split_sentences
 from medvl.errors import ReportError
 
 MAX_REPORT_BYTES = 1 << 20

@@ -8,18 +8,20 @@ A sample without an image has its JSON only; the line of its image has the suffi
 `medvl.data.shards.source.ShardSource` reads samples by position with the help of the indexes.
 """
 
+import contextlib
 import dataclasses
 import hashlib
 import json
 import re
 import sys
+import tarfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO, NamedTuple, Protocol
 
 import numpy as np
 
-from medvl.common.files import write_atomic
+from medvl.common.files import new_file, write_atomic
 from medvl.common.untrusted import parse_json
 from medvl.data.storage.location import Location, locate
 from medvl.errors import ShardError
@@ -308,3 +310,131 @@ class Index:
                 raise ShardError(f"{path} is damaged: an offset or a size is out of range", "malformed")
         suffixes = tuple(sys.intern(row[1]) for row in images)  # shared strings: a loader keeps every index in memory
         return cls(tuple(row[0] for row in images), suffixes, tables[0], tables[1])
+
+
+# Reading the members of an untrusted tar in order and in bounded memory.
+#
+# Only what shards contain is accepted: plain files with short names. Links, devices, sparse files
+# and extended headers are refused; Python's `tarfile` would load an extended header of gigabytes,
+# expand sparse files and keep every member in memory. Nothing is unpacked to disk.
+
+_NAME = re.compile(rf"[A-Za-z0-9_-]{{1,100}}\.(?:json|{'|'.join(IMAGE_SUFFIXES)}|{REGION_SUFFIX})")
+_BLOCK = tarfile.BLOCKSIZE
+
+
+class Readable(Protocol):
+    """A byte stream: a file, a pipe or an HTTP response."""
+
+    def read(self, size: int, /) -> bytes:
+        """Return the next `size` bytes, fewer only at the end."""
+
+
+class Member(NamedTuple):
+    """One file of a tar."""
+
+    name: str
+    offset: int
+    """Position of its first byte in the tar."""
+    data: bytes
+
+
+def read_members(stream: Readable, where: str) -> Iterator[Member]:
+    """Yield the members of a tar from its start.
+
+    Raises ShardError, naming `where`, at the first header that is damaged or does not belong to a sample's file, and
+    where the tar is truncated. The members before it have been yielded.
+    """
+    offset = 0
+    while True:
+        block = _read(stream, _BLOCK, where)
+        offset += _BLOCK
+        if not block.strip(b"\0"):
+            return
+        header = _header(block, where)
+        data = _read(stream, header.size, where)
+        yield Member(header.name, offset, data)
+        padding = -header.size % _BLOCK
+        _read(stream, padding, where)
+        offset += header.size + padding
+
+
+def read_samples(stream: Readable, where: str) -> Iterator[dict[str, Any]]:
+    """Yield the members of a tar grouped by sample: `__key__`, and the data of each member by suffix.
+
+    Raises ShardError as `read_members` does.
+    """
+    sample: dict[str, Any] = {}
+    for member in read_members(stream, where):
+        key, _, suffix = member.name.rpartition(".")
+        if sample and sample["__key__"] != key:
+            yield sample
+            sample = {}
+        sample |= {"__key__": key, suffix: member.data}
+    if sample:
+        yield sample
+
+
+def _header(block: bytes, where: str) -> tarfile.TarInfo:
+    try:
+        header = tarfile.TarInfo.frombuf(block, "ascii", "strict")
+    except (tarfile.TarError, ValueError):
+        raise ShardError(f"{where}: damaged tar header; copy it, or convert the corpus again", "malformed") from None
+    if header.type not in (tarfile.REGTYPE, tarfile.AREGTYPE) or not 0 <= header.size <= MAX_MEMBER_BYTES:
+        limit = f"a plain file of at most {MAX_MEMBER_BYTES >> 20} MiB"
+        raise ShardError(f"{where}: a member is not {limit}; medvl did not write it", "unsupported")
+    if not _NAME.fullmatch(header.name):
+        raise ShardError(f"{where}: a member's name is not that of a sample; medvl did not write it", "unsupported")
+    return header
+
+
+def _read(stream: Readable, size: int, where: str) -> bytes:
+    data = stream.read(size) if size else b""
+    if len(data) != size:
+        raise ShardError(f"{where}: unexpected end of the tar; copy it again, or check the network", "truncated")
+    return data
+
+
+# Writing tars whose bytes depend on their content alone.
+
+
+class TarWriter:
+    """Tar with fixed member headers, so that equal content gives equal bytes.
+
+    Attributes:
+        offset: bytes written so far.
+        hash: sha256 of them.
+    """
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+        self.offset = 0
+        self.hash = hashlib.sha256()
+
+    def member(self, name: str, data: bytes) -> tuple[int, int]:
+        """Append a file. Returns the offset of its first byte, and its size."""
+        header = tarfile.TarInfo(name)  # its defaults: owner 0, time 0, mode 0644
+        header.size = len(data)
+        self._write(header.tobuf(tarfile.USTAR_FORMAT))
+        place = (self.offset, len(data))
+        self._write(data)
+        self._write(bytes(-len(data) % _BLOCK))
+        return place
+
+    def close(self) -> None:
+        """Write the end of the archive."""
+        self._write(bytes(2 * _BLOCK))
+
+    def _write(self, data: bytes) -> None:
+        self._file.write(data)
+        self.hash.update(data)
+        self.offset += len(data)
+
+
+@contextlib.contextmanager
+def new_tar(path: Path) -> Iterator[TarWriter]:
+    """Yield the writer of a tar that is complete, flushed and renamed to `path` at the end of the block.
+
+    No partial tar is left on an error. Write the index inside the block: a tar under its name then has one.
+    """
+    with new_file(path) as file:
+        yield TarWriter(file)

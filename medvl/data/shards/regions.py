@@ -25,9 +25,8 @@ from medvl.common.files import write_atomic
 from medvl.common.untrusted import parse_json
 from medvl.data.shards.format import MAX_MEMBER_BYTES, Manifest
 from medvl.data.storage.cache import Cache
-from medvl.data.storage.folder_files import FolderFiles
 from medvl.data.storage.location import Location, locate
-from medvl.data.storage.tars import open_tars
+from medvl.data.storage.tars import FolderFiles, open_tars
 from medvl.errors import ConfigError, ShardError
 
 REGIONS, REGION_MANIFEST = "regions", "regions.json"

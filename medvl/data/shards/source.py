@@ -9,9 +9,8 @@ from medvl.data.images.codecs import decode_image
 from medvl.data.shards.format import NO_IMAGE, Index, Manifest, Shard, label_row, sample_from_json
 from medvl.data.shards.regions import NO_REGIONS, RegionManifest, RegionReader, Regions
 from medvl.data.storage.cache import Cache
-from medvl.data.storage.folder_files import FolderFiles
 from medvl.data.storage.location import Location, RemotePath, locate
-from medvl.data.storage.tars import open_tars
+from medvl.data.storage.tars import FolderFiles, open_tars
 from medvl.errors import ImageError, ShardError
 from medvl.schema import Sample
 

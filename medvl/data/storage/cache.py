@@ -29,8 +29,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Self
 
-from medvl.common.files import open_own, sha256 as sha256_of, write_atomic
-from medvl.common.folders import private_folder, subfolder
+from medvl.common.files import open_own, private_folder, sha256 as sha256_of, subfolder, write_atomic
 from medvl.errors import ConfigError, StorageError
 
 PROTECTED = 60.0

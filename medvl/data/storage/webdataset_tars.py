@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
-from medvl.common.checks import check_choice
+from medvl.common.config_io import check_choice
 from medvl.common.untrusted import decode_text, parse_json
 from medvl.data.storage.location import Location, RemotePath, is_address, locate
 from medvl.data.storage.store import map_threads

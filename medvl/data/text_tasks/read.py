@@ -16,11 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from medvl.common.untrusted import InputFolders, parse_json
-from medvl.data.text_tasks import release_files
-from medvl.data.text_tasks.relations import RelationText, relation_text
-from medvl.data.text_tasks.release_tags import plain_tag, tagged_example
-from medvl.data.text_tasks.releases import inference_example, marked_example, read_release
-from medvl.data.text_tasks.tasks import SPLITS, TASKS, Split, TextExample, TextTask
+from medvl.data.text_tasks import releases
+from medvl.data.text_tasks.releases import inference_example, marked_example, plain_tag, read_release, tagged_example
+from medvl.data.text_tasks.tasks import SPLITS, TASKS, RelationText, Split, TextExample, TextTask, relation_text
 from medvl.errors import CorpusError
 
 Splits = Mapping[Split, Sequence[TextExample]]
@@ -33,7 +31,7 @@ def read_text_task(root: Path | str, task: TextTask, relation_form: RelationText
     Args:
         root: folder with a folder for each task.
         task: one of `TASKS`.
-        relation_form: form of the two mentions of a relation, see `medvl.data.text_tasks.relations`.
+        relation_form: form of the two mentions of a relation, see `medvl.data.text_tasks.tasks`.
 
     Raises CorpusError naming file, line and reason if the task is not there or a row is not as expected.
     """
@@ -87,8 +85,8 @@ def _json_lines(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
             lines = io.TextIOWrapper(plain, encoding="utf-8")
             while line := lines.readline(_LINE_LIMIT):
                 number, characters = number + 1, characters + len(line)
-                if characters > release_files.MAX_FILE_BYTES:
-                    limit = f"expected at most {release_files.MAX_FILE_BYTES} characters"
+                if characters > releases.MAX_FILE_BYTES:
+                    limit = f"expected at most {releases.MAX_FILE_BYTES} characters"
                     raise CorpusError(f"{path}: {limit}; split the task's data", "too_large", field="data")
                 if line.strip():
                     row = parse_json(line)

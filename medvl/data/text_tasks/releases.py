@@ -5,18 +5,186 @@ Splits that BLURB defines by lists are read from such lists beside the data: `tr
 separated by commas or lines. data_cards/blurb.md lists the files of each release.
 """
 
+import contextlib
+import csv
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
-from medvl.common.untrusted import parse_json, parse_xml
+from medvl.common.text_files import decode_text
+from medvl.common.untrusted import InputFolders, parse_json, parse_xml, read_limited
 from medvl.data.reports.sentences import sentence_spans
-from medvl.data.text_tasks.release_files import at, listed, read_lines, read_rows, read_text, split_file
-from medvl.data.text_tasks.release_tags import read_conll, read_jnlpba, read_pico
 from medvl.data.text_tasks.tasks import SPLITS, Split, TextExample, TextTask
 from medvl.errors import CorpusError
+
+# Files of original releases: regular files inside the release's folder, with errors that name
+# file and line.
+#
+# Only files of at most `MAX_FILE_BYTES` whose real path is inside the release's folder are read:
+# links and names with `../` cannot lead out of it.
+
+MAX_FILE_BYTES = 1 << 28
+"""Largest accepted file of a release, which is read whole; the largest of BLURB's has 40 MB."""
+_SPLIT_NAMES: Mapping[Split, tuple[str, ...]] = {
+    "train": ("train",),
+    "dev": ("dev", "devel", "valid"),
+    "test": ("test",),
+}
+_MALFORMED = (AttributeError, LookupError, TypeError, ValueError, csv.Error, ElementTree.ParseError)
+
+
+@contextlib.contextmanager
+def at(place: Path | str) -> Iterator[None]:
+    """Raise CorpusError naming `place` for unexpected content. Values are not quoted: they may be from a note."""
+    try:
+        yield
+    except _MALFORMED as error:
+        reason = f"there is no field {error}" if isinstance(error, KeyError) else "this is not as published"
+        message = f"{place}: {reason}; compare it with data_cards/blurb.md"
+        raise CorpusError(message, "malformed", field="data") from error
+
+
+def read_text(path: Path, folder: Path) -> str:
+    """Return the text of a file of the release in `folder`, with universal newlines."""
+    try:
+        with InputFolders.of(folder).open(path, CorpusError) as file:
+            text = decode_text(read_limited(file, MAX_FILE_BYTES, CorpusError), path, CorpusError, field="data")
+        return text.replace("\r\n", "\n").replace("\r", "\n")
+    except OSError as error:
+        raise CorpusError(f"cannot read {path} ({error})", "unreadable", field="data") from error
+
+
+def read_lines(path: Path, folder: Path) -> list[str]:
+    """Return the lines of a file; other separators (U+2028, U+0085) are characters of their text."""
+    return read_text(path, folder).removesuffix("\n").split("\n")
+
+
+def read_rows(path: Path, folder: Path) -> Iterator[tuple[str, list[str]]]:
+    """Yield (place, cells) of the lines of a table that are not empty, place being "FILE, line N"."""
+    lines = read_lines(path, folder)
+    with at(path):
+        rows = list(csv.reader(lines, delimiter="\t", quoting=csv.QUOTE_NONE))
+    yield from ((f"{path}, line {number}", row) for number, row in enumerate(rows, start=1) if row)
+
+
+def split_file(folder: Path, split: Split, pattern: str, without: str | None = None) -> Path | None:
+    """Return the file of a split; `pattern` has {} for its name, names with `without` do not count. None: no file."""
+    found = (path for name in _SPLIT_NAMES[split] for path in sorted(folder.glob(pattern.format(name))))
+    return next((path for path in found if without is None or without not in path.name), None)
+
+
+def listed(folder: Path, kind: str) -> dict[Split, list[str]]:
+    """Return the ids of each split from `train_KIND.tsv`, `dev_KIND.tsv`, `test_KIND.tsv`."""
+    lists: dict[Split, list[str]] = {}
+    for split in SPLITS:
+        path = folder / f"{split}_{kind}.tsv"
+        if not path.is_file():
+            message = f"expected {path}, the list of the {split} split; BLURB publishes it"
+            raise CorpusError(message, "not_found", field="data")
+        lists[split] = [name for name in re.split(r"[,\s]+", read_text(path, folder)) if name]
+    return lists
+
+
+# Original releases of tagging tasks: one word with its tag per line, JNLPBA's IOB2 files,
+# EBM-NLP's spans.
+
+_JNLPBA_TRAIN_LINES = 465_497
+"""Lines of Genia4ERtask2.iob2 that are training data; the rest is the dev split of MTL-Bioinformatics and BLURB."""
+
+
+def plain_tag(tag: str, task: TextTask) -> str:
+    """Return a tag in the task's scheme: B, I or O without the entity's type, or the element without its prefix."""
+    if task.merge_types:
+        return tag[:1]
+    return tag.removeprefix("B-").removeprefix("I-")
+
+
+def tagged_example(key: str, document: str, words: tuple[str, ...], tags: tuple[str, ...]) -> TextExample:
+    """Return an example of a tagging task. Raises ValueError if words and tags differ in number."""
+    if len(words) != len(tags):
+        raise ValueError(f"expected as many tags as words, got {len(tags)} and {len(words)}")
+    return TextExample(key=key, document=document, texts=words, label=tags)
+
+
+def read_conll(folder: Path, task: TextTask) -> dict[Split, list[TextExample]]:
+    """Read one word with its tag per line, an empty line after each sentence; `-DOCSTART-` begins a document."""
+    files = {split: path for split in SPLITS if (path := split_file(folder, split, "{}.[tc]*")) is not None}
+    return {split: _sentences(path, path.stem, read_lines(path, folder), task) for split, path in files.items()}
+
+
+def read_jnlpba(folder: Path, task: TextTask) -> dict[Split, list[TextExample]]:
+    """Read Genia4ERtask2.iob2 and Genia4EReval2.iob2, or tables as `read_conll`."""
+    training, test = folder / "Genia4ERtask2.iob2", folder / "Genia4EReval2.iob2"
+    if not training.is_file():
+        return read_conll(folder, task)
+    lines = read_lines(training, folder)
+    return {
+        "train": _sentences(training, "train", lines[:_JNLPBA_TRAIN_LINES], task),
+        "dev": _sentences(training, "dev", lines[_JNLPBA_TRAIN_LINES:], task, _JNLPBA_TRAIN_LINES),
+        "test": _sentences(test, "test", read_lines(test, folder), task),
+    }
+
+
+def _sentences(path: Path, name: str, lines: Sequence[str], task: TextTask, before: int = 0) -> list[TextExample]:
+    """Return the sentences of lines of `path`, which come behind `before` others."""
+    examples: list[TextExample] = []
+    words: list[str] = []
+    tags: list[str] = []
+    document, documents = "", 0
+
+    def close() -> None:
+        if words:
+            key = f"{name}-{len(examples)}"
+            examples.append(tagged_example(key, document or key, tuple(words), tuple(tags)))
+            words.clear()
+            tags.clear()
+
+    for number, line in enumerate(lines, start=before + 1):
+        if line.startswith(("-DOCSTART-", "###MEDLINE")):
+            close()
+            documents += 1
+            document = f"{line.strip()} {documents}"  # some releases have the same line for every document
+        elif not line.strip():
+            close()
+        else:
+            with at(f"{path}, line {number}"):
+                word, *_, tag = line.split("\t") if "\t" in line else line.split()
+            words.append(word)
+            tags.append(plain_tag(tag, task))
+    close()
+    return examples
+
+
+def read_pico(folder: Path, task: TextTask) -> dict[Split, list[TextExample]]:
+    """Read EBM-NLP's starting spans. Where they overlap, the last of participants, interventions, outcomes counts."""
+    spans = folder / "annotations" / "aggregated" / "starting_spans"
+    if not spans.is_dir():
+        return read_conll(folder, task)
+    elements = {"participants": "PAR", "interventions": "INT", "outcomes": "OUT"}
+    result: dict[Split, list[TextExample]] = {}
+    for split, documents in listed(folder, "pmid").items():
+        below = "test/gold" if split == "test" else "train"
+        result[split] = []
+        for document in documents:
+            words_path = folder / "documents" / f"{document}.tokens"
+            words = read_text(words_path, folder).split()
+            tags = ["O"] * len(words)
+            for element, tag in elements.items():
+                path = next((spans / element / below).glob(f"{document}.*ann"), None)
+                if path is not None:
+                    marks = read_text(path, folder).split()
+                    with at(f"{path}, {len(marks)} marks for {len(words)} words of {words_path.name}"):
+                        tags = [tag if mark != "0" else old for mark, old in zip(marks, tags, strict=True)]
+            lines = [text for word, tag in zip(words, tags, strict=True) for text in _until_full_stop(word, tag)]
+            result[split] += _sentences(words_path, document, [f"-DOCSTART- {document}", *lines], task)
+    return result
+
+
+def _until_full_stop(word: str, tag: str) -> list[str]:
+    return [f"{word}\t{tag}", *([""] if word == "." else [])]
+
 
 _GAD_TRAIN = 4261
 """Lines of fold 1's train.tsv that BLURB trains on; the rest is its dev split."""

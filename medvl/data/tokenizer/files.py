@@ -21,9 +21,8 @@ from tokenizers import Regex, Tokenizer as Backend, decoders, models, normalizer
 from medvl.common.hub import fetch
 from medvl.common.text_files import read_text
 from medvl.common.untrusted import parse_json
+from medvl.data.tokenizer.cleaning import clean_as_albef, clean_report, clean_report_as_r2gen, clean_words
 from medvl.data.tokenizer.limits import CLIP_WORDS, backend_errors, check_ids, check_tokenizer_file
-from medvl.data.tokenizer.published_cleaning import clean_as_albef, clean_words
-from medvl.data.tokenizer.report_cleaning import clean_report, clean_report_as_r2gen
 from medvl.errors import ConfigError, WeightsError
 
 MODEL_FILE, CONFIG_FILE, VOCABULARY_FILE = "tokenizer.json", "tokenizer_config.json", "vocab.txt"

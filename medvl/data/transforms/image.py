@@ -14,17 +14,60 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, Self, get_
 import cv2
 import numpy as np
 import torch
+from PIL import Image
 from torch import Tensor
 
-from medvl.common.checks import check_choice
+from medvl.common.config_io import check_choice
 from medvl.data.images.codecs import decode_image, encode_stored
-from medvl.data.reports.laterality import names_side
+from medvl.data.reports.cleaning import names_side
 from medvl.data.transforms.device import draw_parameters, kernel_radius
-from medvl.data.transforms.resizing import Kernel, resize, to_square, with_channels
 from medvl.errors import ConfigError
 
 if TYPE_CHECKING:
-    from medvl.data.images.inputs import ImageInput
+    from medvl.data.images.read import ImageInput
+
+
+# Resizing of uint8 images, (H, W) or (H, W, C).
+
+Kernel = Literal["area", "bicubic", "bilinear", "bicubic_antialias", "bilinear_antialias"]
+"""Kernel of a resize. area: averages over areas along sides that shrink, bilinear along those that grow; bicubic and
+bilinear: 4 x 4 or 2 x 2 pixels however much an image shrinks, as in torch's `interpolate` and in OpenCV; with
+antialias: kernels as wide as the pixels they replace, as in Pillow, torchvision and Hugging Face's processors."""
+_PLAIN = {"bicubic": cv2.INTER_CUBIC, "bilinear": cv2.INTER_LINEAR}
+_ANTIALIASED = {"bicubic_antialias": Image.Resampling.BICUBIC, "bilinear_antialias": Image.Resampling.BILINEAR}
+
+
+def resize(image: np.ndarray, height: int, width: int, kernel: Kernel = "area") -> np.ndarray:
+    """Return the image with these sides, by this kernel."""
+    if kernel in _PLAIN:
+        return cv2.resize(image, (width, height), interpolation=_PLAIN[kernel])
+    if kernel in _ANTIALIASED:
+        flat = image[:, :, 0] if image.ndim == 3 and image.shape[2] == 1 else image
+        return np.asarray(Image.fromarray(flat).resize((width, height), _ANTIALIASED[kernel]))
+    return _resize_by_area(image, height, width)
+
+
+def _resize_by_area(image: np.ndarray, height: int, width: int) -> np.ndarray:
+    smaller = min(height, image.shape[0]), min(width, image.shape[1])
+    if smaller not in (image.shape[:2], (height, width)):  # OpenCV averages areas only where neither side grows
+        image = cv2.resize(image, smaller[::-1], interpolation=cv2.INTER_AREA)
+    shrinks = height * width < image.shape[0] * image.shape[1]
+    return cv2.resize(image, (width, height), interpolation=cv2.INTER_AREA if shrinks else cv2.INTER_LINEAR)
+
+
+def to_square(image: np.ndarray, least: int = 0) -> np.ndarray:
+    """Return the image in the middle of a black square as large as its longer side, and at least `least` pixels."""
+    height, width = image.shape[:2]
+    side = max(height, width, least)
+    down, across = side - height, side - width
+    sides = down // 2, down - down // 2, across // 2, across - across // 2
+    return cv2.copyMakeBorder(image, *sides, cv2.BORDER_CONSTANT, value=(0, 0, 0))
+
+
+def with_channels(image: np.ndarray) -> np.ndarray:
+    """Return the image as (H, W, C)."""
+    return image[:, :, None] if image.ndim == 2 else image
+
 
 Flip = Literal["off", "swap_text", "sideless", "plain"]
 """Handling of horizontal flips: off (no flips); swap_text (left and right are exchanged in the text and in the names of
@@ -89,7 +132,7 @@ class EvalTransform:
     """crop: short side to `size`, centre crop (as in most published systems); pad: long side to `size`, black borders
     (keeps the whole image); squash: both sides to `size`."""
     resize: Kernel = "area"
-    """Kernel of the resize (`medvl.data.transforms.resizing.Kernel`): an imported model has that of its released code.
+    """Kernel of the resize (`medvl.data.transforms.image.Kernel`): an imported model has that of its released code.
     """
     pad_first: bool = False
     """With `fit` pad: add the borders before the resize, to a square of at least `size`, as MedCLIP does: smaller
@@ -140,13 +183,13 @@ class EvalTransform:
         squares = [self._square_of(self.read(image, frame=frame)) for image in as_list(images)]
         if not squares:
             raise ConfigError("expected at least one image, got an empty list", "empty", field="images")
-        from medvl.data.images.inputs import stack_images
+        from medvl.data.images.read import stack_images
 
         return torch.from_numpy(stack_images(squares))
 
     def read(self, image: "ImageInput", *, frame: int | None = None) -> np.ndarray:
         """Return the pixels of an original image, uint8 (H, W) or (H, W, 3). Raises as a call does."""
-        from medvl.data.images.inputs import read_image
+        from medvl.data.images.read import read_image
 
         return read_image(image, frame=frame)
 
@@ -241,7 +284,7 @@ class OriginalTransform(EvalTransform):
 
     def read(self, image: "ImageInput", *, frame: int | None = None) -> np.ndarray:
         """See the base class."""
-        from medvl.data.images.inputs import read_image
+        from medvl.data.images.read import read_image
 
         return read_image(image, color=self.color, frame=frame)
 

@@ -1,15 +1,21 @@
 """Text policies: choice of the part of a report for training, drawn with the generator of the sample."""
 
 import dataclasses
+import math
 import re
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Literal, Protocol, get_args, runtime_checkable
 
 import numpy as np
 
-from medvl.common.checks import check_choice, check_within
+from medvl.common.config_io import check_choice, check_within
 from medvl.data.reports.headings import CONTEXT_SECTIONS, DESCRIPTIVE_SECTIONS, section_name
+from medvl.data.reports.labeler import conventions_named, label_report
 from medvl.data.reports.sentences import join_texts, split_sentences
+from medvl.data.reports.statements import read_statements, statement, statements_of
+from medvl.errors import ConfigError
+from medvl.schema import ConventionsName, Sample
 
 _WORD = re.compile(r"\w+")
 REPORT_SECTIONS = ("findings", "impression")
@@ -177,3 +183,168 @@ class TextPair:
         """See `PairPolicy`."""
         second = self.second(sections, rng)
         return "" if second == text else second
+
+
+# Text policies of systems that compare statements: several short texts of a sample, and labels as
+# sentences.
+
+StatementSource = Literal["labeler", "sentences", "labels", "file"]
+"""Source of statements: the labeler, which writes "There is [no|possible] X of the Y." for each mention in the
+report (`medvl.data.reports.statements`); the report's sentences as they are; the sample's labels; or a file."""
+
+
+@runtime_checkable
+class SamplePolicy(Protocol):
+    """Text policy that reads more of a sample than its sections."""
+
+    def of_sample(self, sample: Sample) -> Mapping[str, str]:
+        """Return the sections with which the policy is called in place of the sample's own."""
+
+
+@runtime_checkable
+class StatementPolicy(Protocol):
+    """Text policy with several texts of a sample, for systems that need `Inputs.statements`."""
+
+    def all_of(self, sections: Mapping[str, str], rng: np.random.Generator) -> list[str]:
+        """Return the sample's statements, in order; empty if there is none."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Statements:
+    """Statements of a report: one, drawn uniformly (CARZero), or all of them (RadZero), by the system's `inputs`.
+
+    A sample without statements has no text, so that pair losses leave it out (`Batch.has_text_B`).
+    """
+
+    source: StatementSource = "labeler"
+    sections: tuple[str, ...] = REPORT_SECTIONS
+    file: Path | None = None
+    """JSONL with lines {"study": NAME, "statements": [TEXT, ...]}, for the source "file": statements that a language
+    model wrote. Studies are named as in the shards."""
+    most: int = 16
+    """Maximum number of statements of a sample; if there are more, this many are drawn."""
+    joined: bool = False
+    """All statements as one text, in order, in place of one of them (KAD's string of entities)."""
+    relabel: bool = False
+    """Take labels and places of findings from the statements, for systems that need them (MedKLIP, KAD, MAVL): from a
+    file of RadGraph, for example."""
+    conventions: ConventionsName = "chexpert"
+    """What the labeler takes as present and as uncertain (`medvl.data.CONVENTIONS`)."""
+
+    def __post_init__(self) -> None:
+        check_choice(self.source, get_args(StatementSource), "source")
+        if (self.source == "file") != (self.file is not None):
+            raise ConfigError("the source 'file', and no other one, needs a file", "conflict", field="file")
+        if self.relabel and self.source == "labels":
+            raise ConfigError("relabel needs statements of a text, not of labels", "conflict", field="relabel")
+        check_within(self, "[1, inf)", "most")
+        conventions_named(self.conventions)
+
+    def of_sample(self, sample: Sample) -> Mapping[str, str]:
+        """See `SamplePolicy`."""
+        if self.file is not None:
+            return {"statements": "\n\n".join(read_statements(self.file).get(sample.study, ()))}
+        if self.source == "labels":
+            return {"statements": _joined(sample.labels)}
+        text = "\n\n".join(choose_sections(sample.sections, self.sections))
+        rules = conventions_named(self.conventions)
+        found = statements_of(text, rules) if self.source == "labeler" else split_sentences(text)
+        return {"statements": "\n\n".join(dict.fromkeys(found))}
+
+    def relabelled(self, sample: Sample) -> Sample:
+        """Return the sample with the labels and the text of its statements if `relabel` is set, else as it is."""
+        if not self.relabel:
+            return sample
+        text = self.of_sample(sample)["statements"]
+        labels = label_report(text, conventions_named(self.conventions))
+        return dataclasses.replace(sample, labels=labels, sections={REPORT_SECTIONS[0]: text})
+
+    def all_of(self, sections: Mapping[str, str], rng: np.random.Generator) -> list[str]:
+        """See `StatementPolicy`."""
+        found = [text for text in sections["statements"].split("\n\n") if text]
+        if len(found) <= self.most:
+            return found
+        return [found[place] for place in sorted(rng.choice(len(found), self.most, replace=False).tolist())]
+
+    def __call__(self, sections: Mapping[str, str], rng: np.random.Generator) -> str:
+        found = self.all_of(sections, rng) if self.joined else sections["statements"].split("\n\n")
+        return " ".join(found) if self.joined else found[int(rng.integers(len(found)))]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class SectionOrStatement:
+    """Findings, impression, or one of the labeler's statements about them, drawn with these weights.
+
+    Missing parts have no weight. For captions and other texts without these sections, one text is drawn uniformly in
+    place of findings and impression.
+    """
+
+    findings: float = 0.4
+    impression: float = 0.3
+    statement: float = 0.3
+    conventions: ConventionsName = "chexpert"
+    """What the labeler takes as present and as uncertain (`medvl.data.CONVENTIONS`)."""
+
+    def __post_init__(self) -> None:
+        weights = self.findings, self.impression, self.statement
+        if min(weights) < 0 or not 0 < sum(weights) < math.inf:
+            message = f"weights must be 0 or above, and one of them above 0, got {weights}"
+            raise ConfigError(message, "out_of_range", field="findings")
+        conventions_named(self.conventions)
+
+    def __call__(self, sections: Mapping[str, str], rng: np.random.Generator) -> str:
+        weights = {"findings": self.findings, "impression": self.impression}
+        named = {name: weights[name] for name in REPORT_SECTIONS if sections.get(name)}
+        texts = [sections[name] for name in named] or choose_sections(sections, ())
+        weight_N = np.array(list(named.values()) or [sum(weights.values()) / max(1, len(texts))] * len(texts))
+        whole = float(weight_N.sum())
+        if not whole or rng.random() * (whole + self.statement) >= whole:
+            found = statements_of("\n\n".join(texts), conventions_named(self.conventions))
+            if found:
+                return found[int(rng.integers(len(found)))]
+        if not texts:
+            return ""
+        return texts[int(rng.choice(len(texts), p=weight_N / whole if whole else None))]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class TextOrLabels:
+    """A text of the report, or of a sample without one the statements of its labels, in random order (CXR-CLIP).
+
+    Images with labels only, such as CheXpert's or ChestX-ray14's, can thus be combined with a corpus of reports.
+    """
+
+    text: RandomSentence | WholeText | RandomSection | SectionOrStatement
+    """Policy for reports; it is applied to the labels' statements as well."""
+    most_absent: int | None = None
+    """Maximum number of statements of absence of a sample; if there are more, this many are drawn. Texts of images that
+    have a label for every finding (ChestX-ray14) are nearly equal otherwise. None: all of them."""
+
+    def __post_init__(self) -> None:
+        if self.most_absent is not None:
+            check_within(self, "[0, inf)", "most_absent")
+
+    def of_sample(self, sample: Sample) -> Mapping[str, str]:
+        """See `SamplePolicy`."""
+        names = self.text.sections if isinstance(self.text, RandomSentence | WholeText) else ()
+        if choose_sections(sample.sections, names):
+            return sample.sections
+        absent = {name: value for name, value in sample.labels.items() if value == 0}
+        others = {name: value for name, value in sample.labels.items() if value != 0}
+        return {"labels": _joined(others), "absent labels": _joined(absent)}
+
+    def __call__(self, sections: Mapping[str, str], rng: np.random.Generator) -> str:
+        if set(sections) != {"labels", "absent labels"}:
+            return self.text(sections, rng)
+        stated, absent = ([text for text in sections[name].split("\n\n") if text] for name in sections)
+        absent = rng.permutation(absent)[: self.most_absent].tolist()
+        return self.text({"labels": " ".join(rng.permutation([*stated, *absent]).tolist())}, rng)
+
+
+def _joined(labels: Mapping[str, int]) -> str:
+    return "\n\n".join(label_statements(labels))
+
+
+def label_statements(labels: Mapping[str, int]) -> list[str]:
+    """Return the statement of each label, in their order; "No Finding" is one only if it is positive."""
+    return [statement(name, value) for name, value in labels.items() if name != "No Finding" or value == 1]

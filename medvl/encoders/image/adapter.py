@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from medvl.encoders.presets import IMAGENET_MEAN, IMAGENET_STD
@@ -165,3 +166,83 @@ def check_level(level: int, levels: int, name: str) -> None:
 def _no_blocks(net: Any) -> ConfigError:
     message = f"{type(net).__name__} does not encode other tokens; use a vision Transformer of timm"
     return ConfigError(message, "unsupported", field="image_encoder")
+
+
+# Max pooling of a backbone on the CPU in torch's faster memory format.
+#
+# Letters: those of `medvl.schema`; H' and W' are the size of the pooled map.
+
+
+class InferenceMaxPool2d(nn.MaxPool2d):
+    """`nn.MaxPool2d` whose inference on the CPU runs in channels-last format: equal values, about three times as fast.
+
+    torch's kernel for contiguous maps is not vectorised (`aten/src/ATen/native/cpu/MaxPoolKernel.cpp`). With gradients,
+    on other devices, and where the model is exported or compiled, this is `nn.MaxPool2d`.
+    """
+
+    def forward(self, input: Tensor) -> Tensor:
+        """(B, C, H, W) to (B, C, H', W'), contiguous where the input is."""
+        is_plain = input.device.type == "cpu" and input.ndim == 4 and input.is_contiguous()
+        traced = torch.jit.is_tracing() or torch.compiler.is_compiling()
+        if torch.is_grad_enabled() or self.return_indices or traced or not is_plain:
+            pooled: Tensor = super().forward(input)
+            return pooled
+        by_pixel: Tensor = super().forward(input.contiguous(memory_format=torch.channels_last))
+        return by_pixel.contiguous()
+
+
+def speed_up_max_pooling(net: nn.Module) -> None:
+    """Replace the max pooling layers of a backbone by `InferenceMaxPool2d`, in place."""
+    for module in list(net.modules()):
+        for name, child in module.named_children():
+            if type(child) is nn.MaxPool2d:
+                setattr(module, name, _like(child))
+
+
+def _like(pool: nn.MaxPool2d) -> InferenceMaxPool2d:
+    sizes = pool.kernel_size, pool.stride, pool.padding, pool.dilation
+    return InferenceMaxPool2d(*sizes, return_indices=pool.return_indices, ceil_mode=pool.ceil_mode)
+
+
+# Patch embedding as a matrix product on a GPU: of vision Transformers, Swin and ConvNeXt.
+#
+# Letters: those of `medvl.schema`; H' and W' are the patches of a column and of a row, K the
+# numbers of a patch.
+
+_COLOURS = 3
+
+
+class PatchConv2d(nn.Conv2d):
+    """`nn.Conv2d` with a stride of its kernel: on a GPU, the product of patches and weight, equal up to rounding.
+
+    cuDNN's convolution of three channels takes 10 % of a compiled step of ViT-B/32 on an H200. Elsewhere this is
+    `nn.Conv2d`.
+    """
+
+    def forward(self, input: Tensor) -> Tensor:
+        """(B, C, H, W) to (B, D, H', W')."""
+        embedded: Tensor = self.multiply(input) if input.is_cuda else super().forward(input)
+        return embedded
+
+    def multiply(self, image_BCHW: Tensor) -> Tensor:
+        """Return the product of the patches and the weight, (B, D, H', W')."""
+        height, width = self.kernel_size
+        rows, columns = image_BCHW.shape[2] // height, image_BCHW.shape[3] // width
+        whole_BCHW = image_BCHW[:, :, : rows * height, : columns * width]
+        patches = whole_BCHW.unflatten(3, (columns, width)).unflatten(2, (rows, height))
+        patches_BPK = patches.permute(0, 2, 4, 1, 3, 5).flatten(3).flatten(1, 2)
+        embedded_BPD = F.linear(patches_BPK, self.weight.flatten(1), self.bias)
+        return embedded_BPD.transpose(1, 2).unflatten(2, (rows, columns))
+
+
+def speed_up_patch_embedding(net: nn.Module) -> None:
+    """Make the patch embeddings of a backbone `PatchConv2d`, in place; parameters and their names stay."""
+    for module in net.modules():
+        if type(module) is nn.Conv2d and _embeds_patches(module):
+            module.__class__ = PatchConv2d
+
+
+def _embeds_patches(conv: nn.Conv2d) -> bool:
+    """Return whether a convolution takes an image's separate patches."""
+    separate = conv.stride == conv.kernel_size and conv.dilation == (1, 1) and conv.padding in ((0, 0), "valid")
+    return separate and conv.in_channels <= _COLOURS and conv.groups == 1 and min(conv.kernel_size) > 1

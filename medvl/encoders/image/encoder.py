@@ -20,8 +20,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import TorchFunctionMode
 
 from medvl.encoders.base import Encoder
-from medvl.encoders.image.adapter import Size, VisionBackbone, VisionOutput
-from medvl.encoders.image.max_pooling import speed_up_max_pooling
+from medvl.encoders.image.adapter import Size, VisionBackbone, VisionOutput, speed_up_max_pooling
 from medvl.errors import ConfigError
 from medvl.schema import ImageFeatures
 

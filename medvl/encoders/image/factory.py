@@ -13,14 +13,12 @@ import fnmatch
 from collections.abc import Sequence
 from typing import Any
 
-from medvl.common.checks import check_choice
-from medvl.encoders.image.adapter import Size, VisionBackbone
+from medvl.common.config_io import check_choice
+from medvl.encoders.image.adapter import Size, VisionBackbone, speed_up_patch_embedding
 from medvl.encoders.image.encoder import ImageEncoder, ImageOptions, Pool
 from medvl.encoders.image.open_clip_models import build_open_clip
-from medvl.encoders.image.patch_embedding import speed_up_patch_embedding
 from medvl.encoders.image.pixelhop import build_pixelhop, pixelhop_arguments
-from medvl.encoders.image.raw_patches import build_raw_patches
-from medvl.encoders.image.six_stage_resnet import build_six_stage_resnet
+from medvl.encoders.image.small_networks import build_raw_patches, build_six_stage_resnet
 from medvl.encoders.image.timm_models import build_timm
 from medvl.encoders.image.torchvision_models import build_torchvision
 from medvl.encoders.presets import IMAGE_PRESETS, OPEN_CLIP_CUSTOM, ImagePreset

@@ -15,11 +15,99 @@ import torch
 from torch import Tensor, nn
 
 from medvl.encoders.base import group_by_depth
-from medvl.encoders.text.causal_attention import speed_up_causal_attention
 from medvl.errors import ConfigError
 
 if TYPE_CHECKING:
     from medvl.encoders.text.packing import Packing
+
+
+# Projection heads of published text encoders, with the parameter names of their files.
+
+
+class CxrBertHead(nn.Module):
+    """Projection head of BioViL: Linear, GELU, LayerNorm, Linear."""
+
+    def __init__(self, width: int, projected: int) -> None:
+        super().__init__()
+        self.dense_to_hidden = nn.Linear(width, projected)
+        self.LayerNorm = nn.LayerNorm(projected, eps=1e-12)
+        self.dense_to_output = nn.Linear(projected, projected)
+
+    def forward(self, text_BD: Tensor) -> Tensor:
+        """Map (B, D) to (B, E)."""
+        hidden_BE = self.LayerNorm(nn.functional.gelu(self.dense_to_hidden(text_BD)))
+        projected_BE: Tensor = self.dense_to_output(hidden_BE)
+        return projected_BE
+
+
+class MatrixHead(nn.Module):
+    """Projection head of CLIP: one matrix (D, E), not transposed as in a linear layer."""
+
+    def __init__(self, matrix_DE: nn.Parameter) -> None:
+        super().__init__()
+        self.matrix = matrix_DE
+
+    def forward(self, text_BD: Tensor) -> Tensor:
+        """Map (B, D) to (B, E)."""
+        return text_BD @ self.matrix
+
+
+def text_projection(kind: str, width: int) -> tuple[nn.Module, int]:
+    """Return (head, width of its output) for a preset's `projection`, with torch's default initialisation.
+
+    Raises:
+        ConfigError: "unknown_name".
+    """
+    if kind == "cxrbert":
+        return CxrBertHead(width, 128), 128
+    if kind == "biomedclip":
+        projected = 512
+        middle = (width + projected) // 2
+        layers = nn.Linear(width, middle, bias=False), nn.GELU(), nn.Linear(middle, projected, bias=False)
+        return nn.Sequential(*layers), projected
+    raise ConfigError(f"unknown projection head {kind!r}", "unknown_name", field="projection")
+
+
+def knowledge_head(width: int, out: int) -> nn.Sequential:
+    """Return BERT's pooler and the head behind it that KAD trains on knowledge, with torch's default initialisation.
+
+    The released code draws the weights of the head from N(0, 1 / `width`).
+    """
+    return nn.Sequential(nn.Linear(width, width), nn.Tanh(), nn.Linear(width, width), nn.GELU(), nn.Linear(width, out))
+
+
+# Attention of open_clip's causal text Transformers on a GPU, without a mask in memory.
+
+
+class CausalAttention(nn.MultiheadAttention):
+    """`nn.MultiheadAttention` under a causal mask: on a GPU it tells the kernel, which then computes half the matrix.
+
+    Elsewhere this is `nn.MultiheadAttention`. The mask must be the causal one.
+    """
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_padding_mask: Tensor | None = None,
+        need_weights: bool = True,
+        attn_mask: Tensor | None = None,
+        average_attn_weights: bool = True,
+        is_causal: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:
+        """See the base class."""
+        is_causal = is_causal or (query.is_cuda and attn_mask is not None)
+        return super().forward(
+            query, key, value, key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal
+        )
+
+
+def speed_up_causal_attention(net: nn.Module) -> None:
+    """Make the attention of a causal Transformer `CausalAttention`, in place; parameters and their names stay."""
+    for module in net.modules():
+        if type(module) is nn.MultiheadAttention:
+            module.__class__ = CausalAttention
 
 
 class TextAdapter(abc.ABC):

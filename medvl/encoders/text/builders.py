@@ -18,11 +18,11 @@ from medvl.encoders.text.adapters import (
     BertAdapter,
     ClipAdapter,
     FullModelAdapter,
+    MatrixHead,
     StaticAdapter,
     TextAdapter,
     TextBackbone,
 )
-from medvl.encoders.text.projections import MatrixHead
 from medvl.errors import ConfigError
 
 _BERT_LIKE = ("bert", "roberta", "camembert", "xlm-roberta")

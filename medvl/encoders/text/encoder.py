@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 import torch
 from torch import Tensor
 
-from medvl.common.checks import check_choice, check_within
+from medvl.common.config_io import check_choice, check_within
 from medvl.encoders.base import Encoder
 from medvl.encoders.text.adapters import TextBackbone
 from medvl.errors import ConfigError

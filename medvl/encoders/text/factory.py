@@ -29,10 +29,9 @@ from medvl.encoders.pretrained import (
     unused_blocks,
     with_set,
 )
-from medvl.encoders.text.adapters import ClipAdapter, TextBackbone
+from medvl.encoders.text.adapters import ClipAdapter, MatrixHead, TextBackbone, text_projection
 from medvl.encoders.text.builders import build_hugging_face, build_open_clip, build_static, parse_fields, read_folder
 from medvl.encoders.text.encoder import Pool, Reduce, TextEncoder, TextOptions
-from medvl.encoders.text.projections import MatrixHead, text_projection
 from medvl.encoders.text.word_vectors import fill_word_vectors, read_dimension
 from medvl.errors import ConfigError, WeightsError
 

@@ -6,7 +6,7 @@ Protocol "change", version 1 (the classes and the metric of Bannur et al., CVPR 
 * The score of a class is the mean similarity of the image with the sentences of that class about the finding. The
   highest score is the prediction; a tie is wrong.
 * With `folds` the score of a class is the probability by a linear probe of the image's vector, which has not seen the
-  patient (`medvl.eval.change.probe`).
+  patient (`medvl.eval.change.evaluate`).
 * The score of a class by a `ChangeClassifier` is its probability.
 * "macro_accuracy" of a finding is the mean of the three classes' accuracies (of those that occur), "accuracy" the share
   of correct items; target "macro" is the mean over findings. Chance is 1/3 in macro accuracy.
@@ -19,6 +19,8 @@ Shape letters: N images, L findings, C classes of change, R resamples.
 
 import dataclasses
 import functools
+import hashlib
+import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -26,22 +28,117 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
-from medvl.data.loading.subset import changes_of
+from medvl.common.label_names import spoken_name
+from medvl.common.text_files import read_text
+from medvl.common.untrusted import parse_json
+from medvl.data.loading.sources import changes_of
 from medvl.errors import EvaluationError
-from medvl.eval.change.probe import cross_validated_scores
-from medvl.eval.change.prompts import ChangePrompts, load_change_prompts
 from medvl.eval.core.bootstrap import mean_over_labels
-from medvl.eval.core.full_pass import FullPass, input_hashes, samples_by_key
-from medvl.eval.core.interfaces import Loader, Model
-from medvl.eval.core.metric_rows import MetricGroup, MetricRow, measure
+from medvl.eval.core.full_pass import FullPass, Loader, Model, input_hashes, samples_by_key
+from medvl.eval.core.metric_rows import MetricGroup, MetricRow, measure, subgroups_of
 from medvl.eval.core.metrics import Array
 from medvl.eval.core.results import Results
-from medvl.eval.core.subgroups import subgroups_of
+from medvl.eval.probing.evaluate import choose_probe
+from medvl.eval.probing.features import Standardizer, comparable_probabilities
+from medvl.models.base import evaluating
 from medvl.models.downstream.change_classifier import ChangeClassifier
-from medvl.models.dual_encoders.parts.temporal import SupportsPriors
-from medvl.models.eval_mode import evaluating
+from medvl.models.dual_encoders.biovil_t import SupportsPriors
 from medvl.schema import CHANGES, Batch, Embeddings, Sample
+
+# Scores of change from a linear probe, cross-validated over patients: MS-CXR-T has labels of test
+# images only.
+#
+# Shape letters: N images, D feature dim, L findings, C classes of change, K = L x C.
+
+
+def cross_validated_scores(
+    vector_ND: Tensor, truth_NL: NDArray[np.int64], patients: Sequence[str], *, folds: int, seed: int
+) -> Array:
+    """Return (N, L, C): probabilities of each class, by probes that have not seen the patient.
+
+    One logistic regression per finding and class, against the other classes. To score a fold, probes with several
+    penalties are fitted to all folds but this and the next one, which chooses the penalty by its mean AUROC.
+
+    Args:
+        vector_ND: features of the images, from pairs of images where the model takes them.
+        truth_NL: index of the class in `CHANGES`; -1 without a label.
+        patients: patient of each image; a patient's images are in one fold.
+        folds: number of folds, at least 3.
+        seed: seed of the assignment of patients to folds.
+
+    Raises EvaluationError for fewer than 3 folds, or fewer patients than folds.
+    """
+    names, patient_N = np.unique(np.asarray(patients), return_inverse=True)
+    if not 3 <= folds <= len(names):
+        message = f"expected from 3 folds to as many as there are patients ({len(names)}), got {folds}"
+        raise EvaluationError(message, "out_of_range", field="folds")
+    fold_N = (np.random.default_rng(seed).permutation(len(names)) % folds)[patient_N]
+    truth_NL1 = truth_NL[:, :, None]
+    class_NLC = np.where(truth_NL1 >= 0, truth_NL1 == np.arange(len(CHANGES)), np.nan)
+    y_NK = class_NLC.reshape(len(truth_NL), -1)
+    scores_NK = np.zeros_like(y_NK)
+    for fold in range(folds):
+        test_N, valid_N = fold_N == fold, fold_N == (fold + 1) % folds
+        train_N = ~(test_N | valid_N)
+        standardize = Standardizer.fit(vector_ND[train_N])
+        train_x, valid_x, test_x = (standardize(vector_ND[rows_N]) for rows_N in (train_N, valid_N, test_N))
+        probe = choose_probe(train_x, y_NK[train_N], valid_x, y_NK[valid_N]).probe
+        scores_NK[test_N] = comparable_probabilities(probe, test_x, y_NK[train_N])
+    return scores_NK.reshape(class_NLC.shape)
+
+
+# Sentences about change: the prompts of `medvl.eval.change.evaluate`.
+
+_DEFAULT = {
+    "improving": ("{finding} is improving.", "{finding} has improved.", "{finding}, decreased since the prior study."),
+    "stable": ("{finding} is stable.", "{finding} is unchanged.", "{finding}, unchanged since the prior study."),
+    "worsening": ("{finding} is worsening.", "{finding} has worsened.", "{finding}, increased since the prior study."),
+}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ChangePrompts:
+    """Templates of each class in `CHANGES`; `{finding}` is replaced by the finding's name in lower case."""
+
+    name: str
+    templates: Mapping[str, tuple[str, ...]]
+
+    @property
+    def sha256(self) -> str:
+        """Hash of the templates."""
+        return hashlib.sha256(json.dumps(self.templates, sort_keys=True).encode()).hexdigest()
+
+    def sentences(self, finding: str) -> list[list[str]]:
+        """Return the sentences of each class about one finding, each starting with a capital letter."""
+        filled = [[t.replace("{finding}", spoken_name(finding)) for t in self.templates[change]] for change in CHANGES]
+        return [[text[:1].upper() + text[1:] for text in texts] for texts in filled]
+
+
+def load_change_prompts(path: Path | str | None = None) -> ChangePrompts:
+    """Return the default templates, or those of a JSON file: {"improving": [...], "stable": [...], "worsening": [...]}.
+
+    Raises EvaluationError, naming the file, unless each class has templates with `{finding}`.
+    """
+    if path is None:
+        return ChangePrompts("default", _DEFAULT)
+    path = Path(path)
+    try:
+        data = parse_json(read_text(path, EvaluationError, field="prompts", what="a JSON file of prompts"))
+    except ValueError as error:
+        message = f"{path} is not valid JSON: {error}"
+        raise EvaluationError(message, "malformed", field="prompts") from error
+    valid = isinstance(data, dict) and set(data) == set(CHANGES)
+    if not valid or not all(_are_templates(templates) for templates in data.values()):
+        message = f"{path}: expected an object with lists of sentences with {{finding}} for {', '.join(CHANGES)}"
+        raise EvaluationError(message, "malformed", field="prompts")
+    return ChangePrompts(path.name, {change: tuple(data[change]) for change in CHANGES})
+
+
+def _are_templates(value: object) -> bool:
+    return isinstance(value, list) and bool(value) and all(isinstance(t, str) and "{finding}" in t for t in value)
+
 
 PROTOCOL, PROTOCOL_VERSION = "change", 1
 Scorer = Callable[[Batch], torch.Tensor]

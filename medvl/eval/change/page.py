@@ -7,9 +7,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from medvl.eval.change.evaluate import ChangeResult
-from medvl.eval.core.publish import PageHeader
-from medvl.eval.html.header import header_facts, headline
-from medvl.eval.html.page import Page, Picture, Pictures, Pixels, Section, Strip, thumbnail_uri, write_page
+from medvl.eval.core.results import PageHeader
+from medvl.eval.html.page import (
+    Page,
+    Picture,
+    Pictures,
+    Pixels,
+    Section,
+    Strip,
+    header_facts,
+    headline,
+    thumbnail_uri,
+    write_page,
+)
 from medvl.eval.html.tables import Cell, Table, metric_cell
 from medvl.schema import CHANGES
 

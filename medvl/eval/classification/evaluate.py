@@ -26,12 +26,16 @@ from torch import Tensor
 from medvl.common.label_names import match_labels, named_as, renamed_labels
 from medvl.errors import EvaluationError
 from medvl.eval.classification import scored_images as scoring
-from medvl.eval.classification.label_policy import LabelPolicy
-from medvl.eval.classification.scored_images import BootstrapUnit, ClassificationResult, ScoredImages, ThresholdRule
-from medvl.eval.core.full_pass import FullPass, column, input_hashes, samples_by_key
-from medvl.eval.core.interfaces import Loader
+from medvl.eval.classification.scored_images import (
+    BootstrapUnit,
+    ClassificationResult,
+    LabelPolicy,
+    ScoredImages,
+    ThresholdRule,
+)
+from medvl.eval.core.full_pass import FullPass, Loader, column, input_hashes, samples_by_key
 from medvl.eval.core.metric_rows import MetricGroup, MetricRow, measure, top1_metrics
-from medvl.models.eval_mode import HasModules, evaluating
+from medvl.models.base import HasModules, evaluating
 from medvl.schema import Batch
 
 PROTOCOL, PROTOCOL_VERSION = "classification", 1

@@ -8,13 +8,12 @@ import numpy as np
 
 from medvl.errors import MedvlError
 from medvl.eval.classification.scored_images import ClassificationResult, notes_on_means
-from medvl.eval.core.curves import RocCurve, calibration_bins, roc_curve
+from medvl.eval.core.bootstrap import RocCurve, calibration_bins, roc_curve
 from medvl.eval.core.metric_rows import MetricRow
 from medvl.eval.core.metrics import CALIBRATION_METRICS, DECISION_METRICS, ECE_BINS
-from medvl.eval.core.publish import PageHeader
-from medvl.eval.core.results import format_value
+from medvl.eval.core.results import PageHeader, format_value
 from medvl.eval.html import page as html, plots, tables
-from medvl.eval.html.header import header_facts, headline
+from medvl.eval.html.page import header_facts, headline
 
 _log = logging.getLogger(__name__)
 

@@ -4,7 +4,7 @@ Runs can be compared if they used the same protocol and the same data: the hashe
 must agree, unless `force` is set. Differing settings are noted.
 
 Differences are paired: both runs are evaluated on the same resamples of the same items
-(`medvl.eval.compare.predictions`), which removes the variation between items that both share. A paired interval can
+(`medvl.eval.compare.readers`), which removes the variation between items that both share. A paired interval can
 exclude 0 where two separate intervals overlap. If the predictions name patients, patients are resampled.
 
 If the predictions name the subgroups of their items (view, sex, age, ...), every metric that they determine is also
@@ -22,16 +22,20 @@ import numpy as np
 
 from medvl.common.hub import HUB_PREFIX
 from medvl.errors import EvaluationError
-from medvl.eval.compare.predictions import Items, read_items, with_subgroups
-from medvl.eval.compare.readers import READERS, Reader
-from medvl.eval.core.bootstrap import bootstrap
-from medvl.eval.core.curves import RocCurve, roc_curve
+from medvl.eval.compare.readers import READERS, Items, Reader, read_items, with_subgroups
+from medvl.eval.core.bootstrap import RocCurve, bootstrap, roc_curve
 from medvl.eval.core.metric_rows import MetricRow
 from medvl.eval.core.metrics import Array
-from medvl.eval.core.publish import EVALUATIONS, evaluations_of
-from medvl.eval.core.results import SUMMARY_TARGETS, Results, checkpoint_sha256, read_results
-from medvl.eval.generation.result import IMAGES_OF
-from medvl.models.locate import CONFIG, find_checkpoint
+from medvl.eval.core.results import (
+    EVALUATIONS,
+    SUMMARY_TARGETS,
+    Results,
+    checkpoint_sha256,
+    evaluations_of,
+    read_results,
+)
+from medvl.eval.generation.evaluate import IMAGES_OF
+from medvl.models.weights import CONFIG, find_checkpoint
 
 _RUN_INPUTS = frozenset({"checkpoint", "predictions", "vocabulary", "generator", "other"})
 """Inputs that may differ between runs, beside generated images ("images, guidance 3"); all others must agree."""
@@ -90,7 +94,7 @@ class Comparison:
 def find_runs(paths: Sequence[Path]) -> dict[str, list[Run]]:
     """Find the evaluations of each protocol in results.json files, folders of evaluations, checkpoints or runs.
 
-    A checkpoint or run stands for all evaluations in its folder (`medvl.eval.core.publish`). Runs are named by the
+    A checkpoint or run stands for all evaluations in its folder (`medvl.eval.core.results`). Runs are named by the
     parts of their paths that differ.
 
     Raises EvaluationError if a path has no evaluation, if two paths lead to the same results.json, or if the results

@@ -13,8 +13,7 @@ from medvl.eval.compare.compare import Comparison, row_order
 from medvl.eval.core.metric_rows import MetricRow
 from medvl.eval.core.results import format_table, format_value, to_json
 from medvl.eval.html import plots
-from medvl.eval.html.header import dated, headline
-from medvl.eval.html.page import Page, Pictures, Section, Strip, plot_picture, slug, write_page
+from medvl.eval.html.page import Page, Pictures, Section, Strip, dated, headline, plot_picture, slug, write_page
 from medvl.eval.html.tables import Cell, Table, metric_cell
 
 _METRICS = {

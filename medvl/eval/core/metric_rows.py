@@ -7,13 +7,15 @@ Shape letters: N items, R resamples, L labels, K rows.
 """
 
 import dataclasses
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
+from medvl.data.views import frontal_or_lateral
 from medvl.eval.core.bootstrap import Statistic, bootstrap, defined_labels, mean_over_labels, ranked_columns
 from medvl.eval.core.metrics import CALIBRATION_METRICS, DECISION_METRICS, Array, DecisionColumn, ProbabilityColumn
+from medvl.schema import Sample
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -239,3 +241,138 @@ def label_mean_metrics(metric: str, value_N: Array, labels: Sequence[str]) -> Me
         return np.concatenate([values_RK[:, :1], macro_R1, values_RK[:, 1:]], axis=1)
 
     return MetricGroup([overall, dataclasses.replace(overall, target="macro"), *of_labels], statistic)
+
+
+# AUROC within subgroups, and gaps between them.
+#
+# The AUROC of a label in a group needs at least `smallest` positives and as many negatives in the
+# group; otherwise its row has no value. The mean of a group is taken over the labels that have a
+# value in every group of the attribute, so that groups are compared on the same labels.
+#
+# A gap ("auroc_gap") is the highest AUROC of a group minus the lowest, for a label or the mean;
+# its row names the two groups. They are chosen on all images and kept in the resamples: an
+# interval that reaches below zero means that the data do not distinguish the groups. With more
+# than two groups the choice biases gaps upwards.
+
+Masks = Mapping[str, Mapping[str, NDArray[np.bool_]]]
+"""Attribute -> group -> mask_N."""
+
+
+def subgroup_metrics(
+    scores_NL: Array, labels_NL: Array, names: Sequence[str], masks_of: Masks, smallest: int
+) -> tuple[list[MetricGroup], dict[str, list[str]]]:
+    """Return the AUROC of every group and the gaps, and attribute -> labels in the mean of its groups.
+
+    An empty list of labels means that the attribute has no mean.
+    """
+    metric_groups: list[MetricGroup] = []
+    labels_in_mean = {}
+    for attribute, masks in masks_of.items():
+        labels_by_group = {group: np.where(mask_N[:, None], labels_NL, np.nan) for group, mask_N in masks.items()}
+        enough = {group: _enough_L(labels, smallest) for group, labels in labels_by_group.items()}
+        reported_L = np.any(list(enough.values()), axis=0)
+        everywhere_L = np.all(list(enough.values()), axis=0)
+        labels_in_mean[attribute] = [name for name, kept in zip(names, everywhere_L, strict=True) if kept]
+        means = {"macro": labels_in_mean[attribute]} if everywhere_L.any() else {}
+        for group, group_labels_NL in labels_by_group.items():
+            subgroup = f"{attribute}: {group}"
+            kept = np.flatnonzero(enough[group]).tolist()
+            small = np.flatnonzero(reported_L & ~enough[group]).tolist()
+            if kept:
+                columns = scores_NL[:, kept], group_labels_NL[:, kept], [names[index] for index in kept]
+                metric_groups.append(ranking_metrics("auroc", *columns, means=means, subgroup=subgroup))
+            if small:
+                rows = [label_row("auroc", names[index], group_labels_NL[:, index], subgroup) for index in small]
+                metric_groups.append(undefined_metrics(rows))
+        targets = {
+            name: [index] for index, name in enumerate(names) if sum(kept[index] for kept in enough.values()) > 1
+        }
+        if means:
+            targets["macro"] = np.flatnonzero(everywhere_L).tolist()
+        metric_groups += [
+            _gap_metric(attribute, target, columns, scores_NL, labels_by_group, enough)
+            for target, columns in targets.items()
+        ]
+    return metric_groups, labels_in_mean
+
+
+def _gap_metric(
+    attribute: str,
+    target: str,
+    columns: Sequence[int],
+    scores_NL: Array,
+    labels_by_group: Mapping[str, Array],
+    enough: Mapping[str, NDArray[np.bool_]],
+) -> MetricGroup:
+    """Return the gap of one label, or of the mean over several, between the groups with enough images of all."""
+
+    def mean_of(labels_NL: Array) -> Callable[[Array], Array]:
+        ranked = ranked_columns(scores_NL[:, columns], labels_NL[:, columns])
+        all_L = np.ones(len(ranked), dtype=np.bool_)
+        return lambda counts_NR: mean_over_labels(np.stack([c.auroc_R(counts_NR) for c in ranked], axis=1), all_L)
+
+    groups = {group: mean_of(labels) for group, labels in labels_by_group.items() if enough[group][columns].all()}
+    values = {group: float(statistic(np.ones((len(scores_NL), 1)))[0]) for group, statistic in groups.items()}
+    best, worst = max(values, key=values.__getitem__), min(values, key=values.__getitem__)
+    both_NL = np.concatenate([labels_by_group[best][:, columns], labels_by_group[worst][:, columns]])
+    row = MetricRow(
+        metric="auroc_gap",
+        target=target,
+        subgroup=f"{attribute}: {best} - {worst}",
+        n=int((~np.isnan(both_NL).all(axis=1)).sum()),
+        n_positive=int((both_NL == 1).sum()) if len(columns) == 1 else None,
+    )
+    return MetricGroup([row], lambda counts_NR: (groups[best](counts_NR) - groups[worst](counts_NR))[:, None])
+
+
+def _enough_L(labels_NL: Array, smallest: int) -> NDArray[np.bool_]:
+    return ((labels_NL == 1).sum(axis=0) >= smallest) & ((labels_NL == 0).sum(axis=0) >= smallest)
+
+
+# Subgroups by view, projection, sex and age band.
+#
+# Every line of a `predictions.jsonl` about an image holds its groups as "subgroups" (attribute ->
+# group), from which `medvl compare` computes the metrics of subgroups.
+# `medvl.eval.core.metric_rows` has those of classifiers.
+
+_AGE_BANDS = ((40, "under 40"), (60, "40-59"), (80, "60-79"))
+
+
+def _projection(sample: Sample) -> str | None:
+    words = (sample.view or "").upper().split()
+    return next((projection for projection in ("PA", "AP") if projection in words), None)
+
+
+def _age_band(sample: Sample) -> str | None:
+    if sample.age is None:
+        return None
+    return next((band for end, band in _AGE_BANDS if sample.age < end), "80 and over")
+
+
+ATTRIBUTES: Mapping[str, Callable[[Sample], str | None]] = {
+    "view": lambda sample: frontal_or_lateral(sample.view),
+    "projection": _projection,
+    "sex": lambda sample: sample.sex,
+    "age": _age_band,
+}
+
+
+def subgroups_of(sample: Sample) -> dict[str, str]:
+    """Return attribute -> group of a sample, without the attributes that it does not have."""
+    groups = {attribute: group_of(sample) for attribute, group_of in ATTRIBUTES.items()}
+    return {attribute: group for attribute, group in groups.items() if group is not None}
+
+
+def subgroup_masks(groups: Sequence[Mapping[str, str]]) -> dict[str, dict[str, NDArray[np.bool_]]]:
+    """Return attribute -> group -> mask_N of items, for the attributes that split them into two or more groups."""
+    result = {}
+    for attribute in dict.fromkeys([*ATTRIBUTES, *(name for of_item in groups for name in of_item)]):
+        of_item_N = np.array([of_item.get(attribute, "") for of_item in groups])
+        names = sorted(set(of_item_N.tolist()) - {""}, key=_age_order)
+        if len(names) > 1:
+            result[attribute] = {name: of_item_N == name for name in names}
+    return result
+
+
+def _age_order(name: str) -> tuple[bool, str]:
+    return not name.startswith("under"), name

@@ -11,7 +11,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from medvl.common.checks import check_choice
+from medvl.common.config_io import check_choice
 from medvl.errors import EvaluationError
 
 Array = NDArray[np.float64]

@@ -10,11 +10,10 @@ import torch
 from medvl.data.loading.dense_targets import Kind, is_annotated
 from medvl.errors import EvaluationError
 from medvl.eval.core.bootstrap import defined_labels, mean_over_labels
-from medvl.eval.core.full_pass import FullPass, samples_by_key
-from medvl.eval.core.interfaces import Loader
+from medvl.eval.core.full_pass import FullPass, Loader, samples_by_key
 from medvl.eval.core.metric_rows import MetricGroup
 from medvl.eval.core.metrics import Array
-from medvl.models.eval_mode import HasModules, evaluating
+from medvl.models.base import HasModules, evaluating
 from medvl.schema import Batch, Sample
 
 EvaluatedImage = TypeVar("EvaluatedImage")

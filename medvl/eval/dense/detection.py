@@ -25,18 +25,16 @@ from typing import Any, Protocol
 import numpy as np
 from torch import Tensor
 
-from medvl.data.annotations.phrases import published_size
+from medvl.data.annotations import published_size
 from medvl.data.loading.dense_targets import boxes_of
 from medvl.eval.core.bootstrap import mean_over_labels
-from medvl.eval.core.full_pass import check_disjoint_patients, input_hashes
-from medvl.eval.core.interfaces import Loader
-from medvl.eval.core.metric_rows import MetricGroup, MetricRow, mean_metrics, measure
+from medvl.eval.core.full_pass import Loader, check_disjoint_patients, input_hashes
+from medvl.eval.core.metric_rows import MetricGroup, MetricRow, mean_metrics, measure, subgroups_of
 from medvl.eval.core.metrics import Array
 from medvl.eval.core.results import Results
-from medvl.eval.core.subgroups import subgroups_of
-from medvl.eval.dense import box_metrics
+from medvl.eval.dense import metrics
 from medvl.eval.dense.annotated_images import AnnotatedImage, DenseModel, evaluate_images, headline_target, with_macro
-from medvl.eval.dense.box_metrics import (
+from medvl.eval.dense.metrics import (
     APConvention,
     APConventionName,
     AveragePrecision,
@@ -139,7 +137,7 @@ def box_detection(
             is unknown.
         SplitError: test and validation images share patients.
     """
-    rules = box_metrics.ap_convention(convention)
+    rules = metrics.ap_convention(convention)
     inputs = input_hashes(checkpoint, manifest=loader, validation_manifest=valid_loader)
     labels = tuple(model.config.labels)
     images, counts = detect_images(model, loader)
@@ -150,7 +148,7 @@ def box_detection(
         valid, _ = detect_images(model, valid_loader)
         check_disjoint_patients((i.sample.patient for i in valid), (i.sample.patient for i in images))
         thresholds = {
-            label: box_metrics.choose_score_threshold(one)
+            label: metrics.choose_score_threshold(one)
             for label, one in match_by_label([image.detections for image in valid], labels).items()
         }
     groups = detection_groups(detections, labels, rules, thresholds)
@@ -204,11 +202,11 @@ def _detections(output_K5: Array, truth_N5: Array) -> ImageDetections:
 def match_by_label(
     images: Sequence[Sequence[ImageDetections]],
     labels: Sequence[str],
-    convention: APConvention = box_metrics.AP_CONVENTIONS["medvl"],
+    convention: APConvention = metrics.AP_CONVENTIONS["medvl"],
 ) -> dict[str, MatchedDetections]:
     """Match the detections of each label, given by image and label, with its boxes."""
     return {
-        label: box_metrics.match_boxes([of_image[index] for of_image in images], convention=convention)
+        label: metrics.match_boxes([of_image[index] for of_image in images], convention=convention)
         for index, label in enumerate(labels)
     }
 
@@ -267,7 +265,7 @@ def threshold_groups(matched: Mapping[str, MatchedDetections], thresholds: Mappi
     used = {label: one for label, one in matched.items() if not np.isnan(thresholds[label])}
     if not used:
         return []
-    scores_NL = np.stack([box_metrics.challenge_scores(one, thresholds[label]) for label, one in used.items()], axis=1)
+    scores_NL = np.stack([metrics.challenge_scores(one, thresholds[label]) for label, one in used.items()], axis=1)
     detected_NL = np.stack([(one.scores_ND >= thresholds[label]).any(axis=1) for label, one in used.items()], axis=1)
     boxed_NL = np.stack([one.boxes_N > 0 for one in used.values()], axis=1)
     return [

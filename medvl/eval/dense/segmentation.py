@@ -28,16 +28,14 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from medvl.data.annotations.phrases import published_size
+from medvl.data.annotations import published_size
 from medvl.data.loading.dense_targets import annotated_labels, is_annotated, mask_at
-from medvl.eval.core.full_pass import check_disjoint_patients, input_hashes, samples_by_key
-from medvl.eval.core.interfaces import Loader
-from medvl.eval.core.metric_rows import MetricGroup, mean_metrics, measure
+from medvl.eval.core.full_pass import Loader, check_disjoint_patients, input_hashes, samples_by_key
+from medvl.eval.core.metric_rows import MetricGroup, mean_metrics, measure, subgroups_of
 from medvl.eval.core.results import Results
-from medvl.eval.core.subgroups import subgroups_of
-from medvl.eval.dense import mask_metrics
+from medvl.eval.dense import metrics
 from medvl.eval.dense.annotated_images import AnnotatedImage, DenseModel, evaluate_images, headline_target, with_macro
-from medvl.eval.dense.mask_metrics import THRESHOLDS, EmptyRule, MaskAreas, MaskThreshold, dice
+from medvl.eval.dense.metrics import THRESHOLDS, EmptyRule, MaskAreas, MaskThreshold, dice
 from medvl.schema import Batch
 
 PROTOCOL, PROTOCOL_VERSION = "segmentation", 2
@@ -179,8 +177,8 @@ def segment_images(
             yield SegmentedImage(
                 position=image.position,
                 sample=image.sample,
-                areas=tuple(mask_metrics.mask_areas(*pair, THRESHOLDS) for pair in pairs),
-                pixel_auroc_L=np.array([mask_metrics.pixel_auroc(*pair) for pair in pairs]),
+                areas=tuple(metrics.mask_areas(*pair, THRESHOLDS) for pair in pairs),
+                pixel_auroc_L=np.array([metrics.pixel_auroc(*pair) for pair in pairs]),
                 map_LHW=map_LHW[:, ::stride, ::stride].copy() if image.sample.key in shown else None,
             )
 
@@ -192,13 +190,13 @@ def mask_groups(areas: Mapping[str, MaskAreas], empty: EmptyRule) -> list[Metric
     mean over labels."""
     columns = {
         "dice": [dice(one, empty) for one in areas.values()],
-        "iou": [mask_metrics.iou(one, empty) for one in areas.values()],
+        "iou": [metrics.iou(one, empty) for one in areas.values()],
         "dice_masked": [dice(one, "skip_empty") for one in areas.values()],
-        "left_empty": [mask_metrics.left_empty(one) for one in areas.values()],
+        "left_empty": [metrics.left_empty(one) for one in areas.values()],
     }
     means = [mean_metrics(metric, np.concatenate(values, axis=1), list(areas)) for metric, values in columns.items()]
     images = len(next(iter(areas.values())).pixels_N)
-    return [with_macro(group, images) for group in [*means, *mask_metrics.pooled_metrics(areas)]]
+    return [with_macro(group, images) for group in [*means, *metrics.pooled_metrics(areas)]]
 
 
 def segmentation_groups(
@@ -238,7 +236,7 @@ def _text_groups(
 
 def _choose_thresholds(areas: Mapping[str, MaskAreas], empty: EmptyRule) -> dict[str, MaskThreshold]:
     """Return the best threshold of each label; the default one if the rule leaves no image of a label."""
-    chosen = {label: mask_metrics.choose_mask_threshold(one, THRESHOLDS, empty) for label, one in areas.items()}
+    chosen = {label: metrics.choose_mask_threshold(one, THRESHOLDS, empty) for label, one in areas.items()}
     return {label: _DEFAULT_THRESHOLD if np.isnan(one.threshold) else one for label, one in chosen.items()}
 
 
@@ -263,7 +261,7 @@ def _empty_prediction_dice(areas: MaskAreas, empty: EmptyRule) -> float:
 
 
 def _by_label(images: Sequence[SegmentedImage], labels: Sequence[str]) -> dict[str, MaskAreas]:
-    return {label: mask_metrics.stack([image.areas[index] for image in images]) for index, label in enumerate(labels)}
+    return {label: metrics.stack([image.areas[index] for image in images]) for index, label in enumerate(labels)}
 
 
 def _at_thresholds(images: Sequence[SegmentedImage], thresholds: Mapping[str, MaskThreshold]) -> dict[str, MaskAreas]:

@@ -4,25 +4,135 @@ Shape letters: N images, L findings, R resamples, P permutations.
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import safetensors
 import torch
+import torch.nn.functional as F
 from numpy.typing import NDArray
+from torch import Tensor
 
+from medvl.common.label_names import match_labels, named_as
 from medvl.data.loading.sources import color_for
 from medvl.data.reports.labeler import CHEXPERT, Conventions, find_mentions
 from medvl.data.reports.statements import places_of
-from medvl.errors import EvaluationError
-from medvl.eval.classification.label_policy import LabelPolicy
-from medvl.eval.core.metric_rows import MetricGroup, MetricRow, measure, ranking_metrics
+from medvl.data.splits import check_disjoint
+from medvl.errors import ConfigError, EvaluationError
+from medvl.eval.classification.scored_images import LabelPolicy
+from medvl.eval.core.bootstrap import bootstrap_auroc
+from medvl.eval.core.metric_rows import MetricGroup, MetricRow, mean_metrics, measure, median_metric, ranking_metrics
 from medvl.eval.core.metrics import Array
-from medvl.eval.generation.finding_classifier import FindingClassifier, columns_of
-from medvl.eval.generation.inputs import ImageSet
-from medvl.eval.probing.features import ProbedEncoder
-from medvl.models.eval_mode import evaluating
+from medvl.eval.core.open import concatenate, embed_texts, encode_batch, open_for_evaluation
+from medvl.eval.generation.inputs import ImageSet, LoaderOptions
+from medvl.eval.probing.evaluate import choose_probe
+from medvl.eval.probing.features import FeatureTable, LinearProbe, ProbedEncoder, Standardizer
+from medvl.models.base import System, evaluating
+from medvl.models.downstream.classifier import Classifier
+from medvl.models.dual_encoders.bases.base import DualEncoder
+from medvl.models.weights import WEIGHTS, find_checkpoint
 from medvl.schema import COMPETITION_FINDINGS, FINDINGS, POSITIVE
+
+# The classifier of findings that was trained on real images.
+#
+# Shape letters: N images, D feature dim, L labels.
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class FindingClassifier:
+    """A linear classifier of findings on the pooled features of an image encoder."""
+
+    names: tuple[str, ...]
+    """Findings, in the order of `FINDINGS`."""
+    probe: LinearProbe
+    standardize: Standardizer | None
+    """Standardisation of the features; None for a head that was trained on them as they are."""
+    details: Mapping[str, Any]
+
+    def logits(self, x_ND: Tensor) -> Array:
+        """Return (N, L) logits in the order of `names`."""
+        x_ND = x_ND.double() if self.standardize is None else self.standardize(x_ND)
+        logits_NL: Array = F.linear(x_ND, self.probe.weight_LD, self.probe.bias_L).numpy()
+        return logits_NL
+
+
+def classifier_of(model: System) -> FindingClassifier | None:
+    """Return the linear head of a fine-tuned classifier; None for other systems, whose encoder needs a probe.
+
+    Raises EvaluationError if none of its labels is one of `FINDINGS`.
+    """
+    if not isinstance(model, Classifier):
+        return None
+    labels = model.config.labels
+    names = tuple(name for name in FINDINGS if name in labels)
+    if not names:
+        message = f"the classifier has none of the findings {', '.join(FINDINGS)}, which prompts are read for"
+        raise EvaluationError(message, "mismatch", field="classifier")
+    columns = [labels.index(name) for name in names]
+    head = model.label_head
+    with torch.no_grad():
+        probe = LinearProbe(head.weight[columns].double().cpu(), head.bias[columns].double().cpu())
+    return FindingClassifier(names=names, probe=probe, standardize=None, details={"kind": "fine-tuned classifier"})
+
+
+def fit_classifier(train: FeatureTable, valid: FeatureTable, policy: LabelPolicy) -> FindingClassifier:
+    """Fit a linear probe for the findings of the training shards; its penalty is chosen on the validation images.
+
+    Raises EvaluationError if the shards have no label of `FINDINGS` with positives and negatives, SplitError if they
+    share a patient.
+    """
+    check_disjoint({"train": train.patients, "validation": valid.patients}, "the classifier")
+    names = findings_of(train, policy)
+    standardize = Standardizer.fit(train.x_ND)
+    chosen = choose_probe(
+        standardize(train.x_ND),
+        labels_of(train, names, policy),
+        standardize(valid.x_ND),
+        labels_of(valid, names, policy),
+    )
+    details = {
+        "kind": "linear probe",
+        "images": len(train.samples),
+        "penalty": chosen.penalty,
+        "validation_auroc": chosen.auroc,
+        "converged": chosen.probe.converged,
+    }
+    return FindingClassifier(names=names, probe=chosen.probe, standardize=standardize, details=details)
+
+
+def findings_of(table: FeatureTable, policy: LabelPolicy) -> tuple[str, ...]:
+    """Return the findings with positives and negatives. Raises EvaluationError if there are none."""
+    present = list(match_labels(FINDINGS, table.label_names))
+    labels_NL = labels_of(table, present, policy) if present else np.zeros((1, 0))
+    both_L = (labels_NL == 1).any(axis=0) & (labels_NL == 0).any(axis=0)
+    names = tuple(name for name, both in zip(present, both_L, strict=True) if both)
+    if not names:
+        message = f"expected training labels of one of {', '.join(FINDINGS)} with both classes, got none"
+        raise EvaluationError(message, "empty", field="train")
+    return names
+
+
+def labels_of(table: FeatureTable, names: tuple[str, ...] | list[str], policy: LabelPolicy) -> Array:
+    """Return the labels under the policy, in the columns of `names`; NaN for a name that the table lacks."""
+    known = named_as(table.label_names, FINDINGS)
+    return columns_of(policy.apply(table.labels_NL, known), known, names)
+
+
+def columns_of(labels_NL: Array, present: tuple[str, ...], names: tuple[str, ...] | list[str]) -> Array:
+    """Return the columns of some names; NaN for a name that is not present."""
+    empty_N = np.full(len(labels_NL), np.nan)
+    columns = [labels_NL[:, present.index(name)] if name in present else empty_N for name in names]
+    return np.stack(columns, axis=1) if columns else np.zeros((len(labels_NL), 0))
+
+
+def auroc_on(classifier: FindingClassifier, table: FeatureTable, policy: LabelPolicy) -> dict[str, float]:
+    """Return the AUROC of each finding on real images; undefined ones are left out."""
+    labels_NL = labels_of(table, classifier.names, policy)
+    auroc_L, _, _ = bootstrap_auroc(classifier.logits(table.x_ND), labels_NL, resamples=0)
+    return {name: value for name, value in zip(classifier.names, auroc_L.tolist(), strict=True) if not np.isnan(value)}
+
 
 _SHUFFLES = 200
 SHUFFLED = "shuffled prompts"
@@ -206,3 +316,107 @@ def _samples(images: ImageSet) -> Sequence[Any]:
     if not all("prompt_key" in sample.extra for sample in images.scored.samples):
         raise EvaluationError("only generated images have prompts that can be shuffled", "unsupported", field="data")
     return images.scored.samples
+
+
+# Alignment of images with their prompts, by a dual-encoder that was trained apart from the
+# generator.
+#
+# Shape letters: N images, M distinct prompts.
+
+RANKS = (1, 5, 10)
+_TEXT_TOWER = "text_encoder."
+_SMALLEST = 256  # elements; smaller tensors may be equal by chance, such as zeros
+
+
+def check_separate(aligner: Path, generator: Path) -> float:
+    """Return the share of the aligner's text weights that the generator has too.
+
+    Matrices are compared by value, not by name. Some may be equal because both started from the same published
+    encoder and left a part of it frozen. Raises ConfigError where all are: the generator reads its prompts with the
+    aligner's own text encoder, which would favour it.
+    """
+    own = _matrices(aligner, _TEXT_TOWER)
+    theirs = _matrices(generator, "")
+    shared = {name for name, tensor in own.items() if any(torch.equal(tensor, other) for other in theirs.of(tensor))}
+    total = sum(tensor.numel() for tensor in own.values())
+    if total and len(shared) == len(own):
+        message = f"the generator reads prompts with the text encoder of {aligner}; give a model trained apart from it"
+        raise ConfigError(message, "conflict", field="aligner")
+    return sum(own[name].numel() for name in shared) / total if total else 0.0
+
+
+class _Matrices(dict[str, torch.Tensor]):
+    """Tensors by name."""
+
+    def of(self, like: torch.Tensor) -> list[torch.Tensor]:
+        """Return those of the shape of another one."""
+        return [tensor for tensor in self.values() if tensor.shape == like.shape]
+
+
+def _matrices(checkpoint: Path, prefix: str) -> _Matrices:
+    found = _Matrices()
+    with safetensors.safe_open(find_checkpoint(checkpoint) / WEIGHTS, framework="pt") as file:
+        names: list[str] = list(file.keys())
+        for name in names:
+            if name.startswith(prefix):
+                tensor = file.get_tensor(name)
+                if tensor.ndim >= 2 and tensor.numel() >= _SMALLEST:
+                    found[name] = tensor.float()
+    return found
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Aligned:
+    """Similarities of images and prompts."""
+
+    own_N: Array
+    """Similarity with the own prompt."""
+    other_N: Array
+    """Mean similarity with the other distinct prompts; NaN if there are none."""
+    rank_N: Array
+    """Rank of the own prompt among the distinct prompts, from 1; a tie counts in the middle."""
+    prompts: int
+    """Number of distinct prompts."""
+
+
+@torch.no_grad()
+def align(images: ImageSet, model: DualEncoder, prompts: Sequence[str], loading: LoaderOptions) -> Aligned:
+    """Compare every image with some distinct prompts, its own among them."""
+    loader = open_for_evaluation(images.source, model.transform, batch=loading.batch, workers=loading.workers)
+    device, keys, parts = next(model.parameters()).device, list[str](), []
+    with evaluating(model):
+        texts = embed_texts(model, list(prompts))
+        for batch in loader:
+            keys += batch.keys
+            embedded = encode_batch(model, batch, device, None)
+            parts.append(model.similarity(concatenate([embedded]), texts).double().cpu())
+    row_of = {key: row for row, key in enumerate(keys)}
+    similarity_NM = torch.cat(parts).numpy()[[row_of[sample.key] for sample in images.scored.samples]]
+    column_of = {prompt: column for column, prompt in enumerate(prompts)}
+    own = np.array([column_of[prompt] for prompt in images.prompts])
+    own_N = similarity_NM[np.arange(len(own)), own]
+    above_N, ties_N = (similarity_NM > own_N[:, None]).sum(axis=1), (similarity_NM == own_N[:, None]).sum(axis=1) - 1
+    others = len(prompts) - 1
+    other_N = (similarity_NM.sum(axis=1) - own_N) / others if others else np.full(len(own_N), np.nan)
+    return Aligned(
+        own_N=own_N,
+        other_N=other_N,
+        rank_N=1 + above_N + ties_N / 2,
+        prompts=len(prompts),
+    )
+
+
+def alignment_rows(images: ImageSet, found: Aligned, resampling: Resampling) -> tuple[MetricRow, ...]:
+    """Return the mean similarity with own and other prompts, and retrieval of the own prompt."""
+    target = f"{found.prompts} prompts"
+    columns: Mapping[str, Any] = {
+        "alignment": found.own_N,
+        "alignment_other": found.other_N,
+        **{f"recall@{k}": (found.rank_N <= k).astype(np.float64) for k in RANKS},
+    }
+    groups = [
+        mean_metrics(metric, value_N[:, None], [target], subgroup=images.name) for metric, value_N in columns.items()
+    ]
+    median = median_metric("median_rank", found.rank_N, target)
+    groups.append(renamed(median, "median_rank", images.name))
+    return resampling.measure(groups, images.patients)

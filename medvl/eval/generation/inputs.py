@@ -16,9 +16,7 @@ from torch import Tensor
 
 from medvl.data.convert.generated import generated_sample
 from medvl.data.images.generated import GeneratedImages
-from medvl.data.loading.concat import ConcatSource
-from medvl.data.loading.sources import FileSource
-from medvl.data.loading.subset import SourceView, Subset, label_fraction
+from medvl.data.loading.sources import ConcatSource, FileSource, SourceView, Subset, label_fraction
 from medvl.data.shards.format import Manifest
 from medvl.data.shards.source import ShardSource
 from medvl.data.shards.verify import check_against

@@ -21,11 +21,10 @@ from medvl.errors import EvaluationError
 from medvl.eval.core.metric_rows import MetricGroup, MetricRow, mean_metrics, median_metric
 from medvl.eval.core.metrics import Array
 from medvl.eval.core.results import format_value
+from medvl.eval.generation.distances import NearestImages
 from medvl.eval.generation.findings import Resampling, renamed
 from medvl.eval.generation.inputs import ImageSet, LoaderOptions
-from medvl.eval.generation.neighbours import NearestImages
-from medvl.eval.probing.features import FeatureTable
-from medvl.eval.probing.solver import Standardizer
+from medvl.eval.probing.features import FeatureTable, Standardizer
 
 QUANTILE = 0.01
 """Share of the real test images that are as near to a training image as those that count as too near."""

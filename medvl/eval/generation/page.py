@@ -6,25 +6,249 @@ from pathlib import Path
 import numpy as np
 
 from medvl.eval.core.metric_rows import MetricRow
-from medvl.eval.core.publish import PageHeader
+from medvl.eval.core.results import PageHeader, format_value
+from medvl.eval.generation.evaluate import RECONSTRUCTED, GenerationResult
 from medvl.eval.generation.examples import nearest_examples, prompt_examples
 from medvl.eval.generation.fidelity import ALL
 from medvl.eval.generation.inputs import ImageSet
-from medvl.eval.generation.memorisation import describe_copies
-from medvl.eval.generation.result import GenerationResult
-from medvl.eval.generation.tables import (
-    alignment_tables,
-    distance_table,
-    diversity_tables,
-    finding_tables,
-    mean_target,
-    memorisation_table,
-    summary_table,
-    use_tables,
-)
-from medvl.eval.html.header import header_facts, headline
-from medvl.eval.html.page import Page, Pictures, Section, Strip, plot_picture, write_page
+from medvl.eval.generation.memorisation import SPACES, describe_copies
+from medvl.eval.html.page import Page, Pictures, Section, Strip, header_facts, headline, plot_picture, write_page
 from medvl.eval.html.plots import LINE_COLORS, Series, interval_lines
+from medvl.eval.html.tables import Cell, Table, metric_cell
+
+# Tables of the page of generated images.
+
+_METRICS = {
+    "auroc": "Prompted findings, AUROC",
+    "negation_auroc": "Asserted against negated findings, AUROC",
+    "side_auroc": "Left against right, AUROC",
+    "frechet_distance": "Frechet distance",
+    "kernel_distance": "Kernel distance",
+    "precision": "Precision",
+    "recall": "Recall",
+    "density": "Density",
+    "coverage": "Coverage",
+}
+
+
+def mean_target(result: GenerationResult, metric: str = "auroc") -> str:
+    """Return the target of the mean that is shown: of the five competition findings where all are there."""
+    return "macro" if result.row(metric, "macro_competition") is None else "macro_competition"
+
+
+def compared_sets(result: GenerationResult) -> list[str]:
+    """Return the names of the columns of the tables: the main folder, other folders, and the sets for comparison."""
+    names = [images.name for images in result.generated]
+    others = [(result.sets.real, "real"), (result.sets.rebuilt, RECONSTRUCTED)]
+    return [*names, *(name for images, name in others if images is not None)]
+
+
+def _cell(result: GenerationResult, metric: str, target: str, name: str, reference: float | None = None) -> Cell:
+    return metric_cell(result.row(metric, target, name), reference=reference, bar=reference is not None)
+
+
+def summary_table(result: GenerationResult) -> Table:
+    """Return the means of all sets."""
+    names, mean = [*compared_sets(result), "shuffled prompts"], mean_target(result)
+    targets = {"auroc": mean, "negation_auroc": mean_target(result, "negation_auroc"), "side_auroc": "macro"}
+    lines: list[list[Cell | str]] = []
+    for metric, title in _METRICS.items():
+        cells = [_cell(result, metric, targets.get(metric, ALL), name) for name in names]
+        if any(cell.interval for cell in cells):
+            lines.append([title, *cells])
+    lines += [
+        [f"Too near to a training image, {space}", *(_cell(result, "too_near", space, name) for name in names)]
+        for space in SPACES
+    ]
+    five = " of the five competition findings" if mean == "macro_competition" else ""
+    return Table(
+        title="Summary",
+        columns=["", *names],
+        rows=lines,
+        caption=f"Means{five} with 95% intervals. Real images are those of the same prompts: the limit of the "
+        "classifier. Shuffled prompts are those of other images: 0.5 by chance. Of real test images, 1% are too near "
+        "to a training image by definition; a higher share of generated images means copies.",
+    )
+
+
+def finding_tables(result: GenerationResult) -> list[Section]:
+    """Return tables of prompted findings, negations and sides, where there are any."""
+    tables: list[Section] = []
+    kinds = (
+        ("auroc", "Prompted findings", [*compared_sets(result), "shuffled prompts"]),
+        ("negation_auroc", "Asserted against negated findings", compared_sets(result)),
+        ("side_auroc", "Left against right", compared_sets(result)),
+    )
+    captions = {
+        "auroc": "AUROC of the classifier against what the prompts state. The tick is chance.",
+        "negation_auroc": "AUROC among the images whose prompts name the finding: asserted against denied. A generator "
+        "that only reads the word is at the tick.",
+        "side_auroc": "AUROC of prompts with the finding on the patient's left against those on the right, by the "
+        "classifier's score of each half of the image beside its mirror image.",
+    }
+    for metric, title, sets in kinds:
+        names = [name for name in result.classifier.names if result.row(metric, name) is not None]
+        means = {"macro_competition": "Mean of the five competition findings", "macro": "Mean"}
+        means = {target: label for target, label in means.items() if result.row(metric, target) is not None}
+        if not means:
+            continue
+        lines: list[list[Cell | str]] = []
+        for target, label in {**means, **{name: name for name in names}}.items():
+            row = result.row(metric, target)
+            counts = "" if row is None or row.n_positive is None else f"{row.n_positive}/{row.n}"
+            lines.append([label, counts, *(_cell(result, metric, target, each, 0.5) for each in sets)])
+        tables.append(
+            Table(
+                title=title,
+                columns=["", "positive/n", *sets],
+                rows=lines,
+                strong_rows=len(means),
+                one_axis=True,
+                caption=captions[metric],
+            )
+        )
+    return tables
+
+
+def distance_table(result: GenerationResult) -> Table:
+    """Return the distances of features, at equal counts first."""
+    matched = [row for row in result.results.rows if row.metric == "frechet_distance" and row.target != ALL]
+    target = matched[0].target
+    names = [*(row.subgroup for row in matched if row.subgroup != "real"), "real"]
+    metrics = [metric for metric in _METRICS if not metric.endswith("auroc")]
+    lines: list[list[Cell | str]] = []
+    for name in names:
+        label = "real from other real images" if name == "real" else name
+        lines.append([f"{label}, {target}", *(_cell(result, metric, target, name) for metric in metrics)])
+    lines += [
+        [f"{name}, all images", *(_cell(result, metric, ALL, name) for metric in metrics)]
+        for name in names
+        if name != "real"
+    ]
+    return Table(
+        title="Distance from the real test images",
+        columns=["", *(_METRICS[metric] for metric in metrics)],
+        rows=lines,
+        strong_rows=len(names),
+        caption=f"Features: {result.results.config['features']}. The Frechet distance is biased upwards, more for "
+        f"fewer images: compare lines of equal counts. At {target} of each set, the last of the first lines is "
+        "what images of other real patients get. The kernel distance is unbiased and may be below 0.",
+    )
+
+
+def memorisation_table(result: GenerationResult) -> Table:
+    """Return the distances to the nearest training images."""
+    details = result.results.details
+    lines: list[list[Cell | str]] = []
+    for space in SPACES:
+        for images in result.generated:
+            near = [result.row(metric, space, images.name) for metric in ("too_near", "nearer_than_all")]
+            lines.append(
+                [
+                    f"{space}: {images.name}",
+                    *(metric_cell(row) for row in near),
+                    _cell(result, "nearest_distance", space, images.name),
+                    _cell(result, "nearest_distance", space, "real"),
+                    f"{details['nearest'][space][images.name]:.3g}",
+                    f"{details['nearest'][space]['real']:.3g}",
+                ]
+            )
+    return Table(
+        title="Memorisation",
+        columns=["", "Too near", "Nearer than all real", "Median", "Median, real", "Smallest", "Smallest, real"],
+        rows=lines,
+        caption=f"Distance to the nearest of all {details['training_images']:,} training images. Too near: nearer than "
+        "99% of the real test images; 0.010 is the value of real images. Relative distances are divided by the mean "
+        "distance of the 2nd to 10th nearest training images: a blurred image is near to many, a copy to one.",
+    )
+
+
+def diversity_tables(result: GenerationResult) -> list[Section]:
+    """Return the similarity within a prompt, where a prompt has two images."""
+    names = [name for name in compared_sets(result) if result.row("ms_ssim", "same text", name) is not None]
+    if not names:
+        return []
+    lines: list[list[Cell | str]] = []
+    for name in names:
+        pairs = result.row("ms_ssim", "same text", name)
+        cells = [
+            _cell(result, metric, target, name)
+            for metric in ("ms_ssim", "feature_distance")
+            for target in ("same text", "other text")
+        ]
+        lines.append([name, "" if pairs is None else f"{pairs.n:,}", *cells])
+    table = Table(
+        title="Diversity",
+        columns=["", "Pairs", "MS-SSIM, same text", "other text", "Feature distance, same text", "other text"],
+        rows=lines,
+        caption="Pairs of images with one text, and with different texts. Real images of one text are of different "
+        "patients: images of one prompt that are more alike than these show little diversity. MS-SSIM of small images "
+        "has fewer scales, and compares only at one image size.",
+    )
+    return [table]
+
+
+def alignment_tables(result: GenerationResult) -> list[Section]:
+    """Return similarity and retrieval of prompts, with a dual-encoder."""
+    if not result.aligned:
+        return []
+    found = result.aligned[result.main.name]
+    metrics = {"alignment": "Similarity", "alignment_other": "with other prompts", "recall@1": "Recall@1"}
+    metrics |= {"recall@5": "Recall@5", "recall@10": "Recall@10", "median_rank": "Median rank"}
+    target = f"{found.prompts} prompts"
+    lines: list[list[Cell | str]] = [
+        [name, *(_cell(result, metric, target, name) for metric in metrics)] for name in result.aligned
+    ]
+    shared = result.results.details.get("aligner_text_weights_shared", 0)
+    note = f" {shared:.0%} of its text weights are those of the generator." if shared else ""
+    table = Table(
+        title="Alignment",
+        columns=["", *metrics.values()],
+        rows=lines,
+        caption=f"By a dual-encoder that was trained apart from the generator: similarity of an image with its prompt, "
+        f"and the place of its prompt among {target}.{note}",
+    )
+    return [table]
+
+
+def use_tables(result: GenerationResult) -> list[Section]:
+    """Return the classifiers trained on real and synthetic images, where there are any."""
+    rows = [
+        row for row in result.results.rows if row.metric.startswith("use_auroc") and row.target == _use_mean(result)
+    ]
+    if not rows:
+        return []
+    by_metric = {(row.metric, row.subgroup): row for row in rows}
+    fractions = list(dict.fromkeys(row.metric.split("@")[1] for row in rows if row.metric.startswith("use_auroc@")))
+    lines: list[list[Cell | str]] = []
+    for fraction in fractions:
+        real, both = (by_metric.get((f"use_auroc@{fraction}", name)) for name in ("real", "real and synthetic"))
+        alone = by_metric.get((f"use_auroc@{fraction}", "synthetic"))
+        gain = by_metric.get((f"use_auroc_gain@{fraction}", "both minus real"))
+        spread = [by_metric.get((f"use_auroc_sd@{fraction}", name)) for name in ("real", "real and synthetic")]
+        lines.append(
+            [
+                "synthetic only" if fraction == "0%" else f"{fraction} of the real patients",
+                *(metric_cell(row, reference=0.5, bar=True) for row in (real, both, alone)),
+                metric_cell(gain),
+                " / ".join(format_value(row) for row in spread if row is not None),
+            ]
+        )
+    table = Table(
+        title="Use as training data",
+        columns=["", "Real", "Real and synthetic", "Synthetic", "Gain", "SD over runs, real / both"],
+        rows=lines,
+        one_axis=frozenset({0, 1, 2}),
+        caption="Mean AUROC on real test images of linear probes that were trained on real images, on synthetic ones "
+        "and on both. The gain is the difference of runs with the same real patients.",
+    )
+    return [table]
+
+
+def _use_mean(result: GenerationResult) -> str:
+    targets = {row.target for row in result.results.rows if row.metric.startswith("use_auroc")}
+    return "macro_competition" if "macro_competition" in targets else "macro"
+
 
 _LIMITS = (
     "A research evaluation of synthetic images, not for clinical use. A report written for a generated image proves "

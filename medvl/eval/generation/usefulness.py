@@ -10,16 +10,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from medvl.data.loading.subset import label_fraction
+from medvl.data.loading.sources import label_fraction
 from medvl.errors import EvaluationError, SplitError
-from medvl.eval.classification.label_policy import LabelPolicy
+from medvl.eval.classification.scored_images import LabelPolicy
 from medvl.eval.core.metric_rows import MetricGroup, MetricRow, ranking_metrics
 from medvl.eval.core.metrics import Array
-from medvl.eval.generation.finding_classifier import findings_of, labels_of
-from medvl.eval.generation.findings import Resampling, means_over
+from medvl.eval.generation.findings import Resampling, findings_of, labels_of, means_over
 from medvl.eval.probing.evaluate import choose_probe, suffix
-from medvl.eval.probing.features import FeatureTable
-from medvl.eval.probing.solver import Standardizer
+from medvl.eval.probing.features import FeatureTable, Standardizer
 
 REAL, BOTH, SYNTHETIC, GAIN = "real", "real and synthetic", "synthetic", "both minus real"
 

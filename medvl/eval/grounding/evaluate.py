@@ -22,25 +22,87 @@ import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from medvl.data.annotations.phrases import Phrase, phrases_of, published_size
+from medvl.common.config_io import check_choice
+from medvl.data.annotations import Phrase, phrases_of, published_size
 from medvl.data.transforms.image import Box
 from medvl.errors import EvaluationError
-from medvl.eval.core.full_pass import FullPass, input_hashes, samples_by_key
-from medvl.eval.core.interfaces import Loader
-from medvl.eval.core.metric_rows import MetricRow, label_mean_metrics, measure
+from medvl.eval.core.full_pass import FullPass, Loader, input_hashes, samples_by_key
+from medvl.eval.core.metric_rows import MetricRow, label_mean_metrics, measure, subgroups_of
 from medvl.eval.core.results import Results
-from medvl.eval.core.subgroups import subgroups_of
-from medvl.eval.grounding.heatmaps import Maps, choose_maps, phrase_maps
-from medvl.eval.grounding.metrics import MapRules, map_metrics, region_mask
-from medvl.eval.grounding.protocols import GroundingProtocolName, grounding_protocol
+from medvl.eval.grounding.heatmaps import MapRules, Maps, choose_maps, map_metrics, phrase_maps, region_mask
 from medvl.models import DualEncoder
-from medvl.models.eval_mode import evaluating
+from medvl.models.base import evaluating
 from medvl.schema import Batch, Sample
+
+# Grounding protocols by name: their maps, smoothing, thresholds, pixels and sign of the contrast.
+#
+# * "medvl": the model's own maps, unsmoothed, each scaled to 0..1; a finding outside of the crop
+#   counts as missed.
+# * "biovil": cosines of patches under a Gaussian of 1.5 cells that reflects at the edge (scipy's
+#   `gaussian_filter`, as
+#   in hi-ml-multimodal), thresholds of 0.1 to 0.5 on the cosines themselves, and the absolute
+#   contrast (Boecking et al.,
+#   ECCV 2022). The authors released the maps, which are NaN outside of the crop, and no code of
+#   the metrics; pixels
+#   without a value are left out here.
+# * "maco": the same maps, each scaled to -1..1, with the same thresholds; pixels outside of the
+#   crop are left out, and
+#   the contrast keeps its sign (Huang et al., 2024, its released code).
+#
+# In all of them maps are interpolated linearly to the pixels (hi-ml's function does so on request
+# and repeats the nearest cell by default), and a pixel at a threshold is above it. GLoRIA and
+# MGCA published no protocol for boxes of phrases.
+
+GroundingProtocolName = Literal["medvl", "biovil", "maco"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class GroundingProtocol:
+    """Settings of a grounding evaluation."""
+
+    maps: Maps | None = None
+    """"attention" or "similarity"; None for attention if the model has it, else similarity."""
+    rules: MapRules = dataclasses.field(default_factory=MapRules)
+    smoothing: float = 0.0
+    """Standard deviation, in cells of the grid, of a Gaussian over similarity maps."""
+    contrast: Literal["cnr", "signed_cnr"] = "cnr"
+    """Contrast-to-noise ratio that the protocol reports; both are always computed."""
+
+
+_PROTOCOLS: Mapping[GroundingProtocolName, GroundingProtocol] = {
+    "medvl": GroundingProtocol(),
+    "biovil": GroundingProtocol(maps="similarity", rules=MapRules(scale="none", unseen="drop"), smoothing=1.5),
+    "maco": GroundingProtocol(
+        maps="similarity", rules=MapRules(scale="signed", unseen="drop"), smoothing=1.5, contrast="signed_cnr"
+    ),
+}
+
+
+def grounding_protocol(
+    name: GroundingProtocolName,
+    *,
+    maps: Maps | None = None,
+    rules: MapRules | None = None,
+    smoothing: float | None = None,
+) -> GroundingProtocol:
+    """Return a protocol; settings other than None replace those of "medvl".
+
+    Raises EvaluationError for an unknown name, or settings together with the protocol of a paper.
+    """
+    check_choice(name, _PROTOCOLS, "protocol", error=EvaluationError)
+    if name == "medvl":
+        return GroundingProtocol(maps=maps, rules=rules or MapRules(), smoothing=smoothing or 0.0)
+    settings = {"maps": maps, "rules": rules, "smoothing": smoothing}
+    if given := [field for field, value in settings.items() if value is not None]:
+        message = f"protocol {name!r} sets {', '.join(given)}: leave them out, or use protocol 'medvl'"
+        raise EvaluationError(message, "conflict", field="protocol")
+    return _PROTOCOLS[name]
+
 
 PROTOCOL, PROTOCOL_VERSION = "grounding", 1
 

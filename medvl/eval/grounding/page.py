@@ -7,11 +7,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from medvl.data.transforms.image import Box
-from medvl.eval.core.publish import PageHeader
+from medvl.eval.core.results import PageHeader
 from medvl.eval.grounding.evaluate import GroundedPhrase, GroundingResult, stored_boxes
 from medvl.eval.html import page as html, tables
-from medvl.eval.html.header import header_facts, headline
-from medvl.eval.html.overlay import color_ends, draw_map, mark_peak
+from medvl.eval.html.page import header_facts, headline
+from medvl.eval.html.plots import color_ends, draw_map, mark_peak
 
 _NAMES = {"pointing_game": "Pointing game", "miou": "Mean IoU", "cnr": "CNR", "signed_cnr": "Signed CNR"}
 _TARGETS = {"overall": "All phrases", "macro": "Mean over findings"}

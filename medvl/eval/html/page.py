@@ -11,17 +11,108 @@ import base64
 import dataclasses
 import io
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from medvl.common.files import write_atomic
-from medvl.common.folders import subfolder
-from medvl.eval.html.picture_files import JPEG, picture_files
+from medvl.common.files import subfolder, write_atomic
+from medvl.common.text_files import csv_text
+from medvl.eval.core.metric_rows import MetricRow
+from medvl.eval.core.results import PageHeader, Results, format_value
 from medvl.eval.html.plots import Plot
 from medvl.eval.html.tables import Table, as_csv, as_latex, as_markdown
+
+# Header of the pages: headline numbers, and the facts about data, model and protocol.
+
+
+def headline(title: str, row: MetricRow) -> tuple[str, str, str]:
+    """Return (title, number, interval) for `Page.headlines`; "-" without an interval if the row has no value."""
+    number, _, interval = format_value(row).partition(" ")
+    return title, number, interval
+
+
+def header_facts(
+    results: Results, header: PageHeader, *, units: str, extra: Sequence[tuple[str, str]] = ()
+) -> list[tuple[str, str]]:
+    """Return (name, value) pairs about data, model and protocol, for `Page.facts`.
+
+    Args:
+        results: results of the evaluation.
+        header: names of model and data, and the date.
+        units: units that the bootstrap resampled, in the plural: patients, texts, ...
+        extra: facts of this kind of evaluation.
+    """
+    config = results.config
+    facts = [
+        ("Checkpoint", hashed(header.model, results.inputs.get("checkpoint"))),
+        ("Data", hashed(header.data, results.inputs.get("manifest"))),
+        *extra,
+        ("Intervals", f"95%, {config['resamples']:,} resamples of {units}, seed {config['seed']}"),
+        ("Protocol", f"{results.protocol}, version {results.protocol_version}"),
+        ("Software", software(results)),
+    ]
+    return dated(header.date, facts)
+
+
+def hashed(name: str, sha256: str | None) -> str:
+    """Return a name followed by the start of its hash, if known."""
+    return f"{name} (sha256 {sha256[:12]})" if sha256 else name
+
+
+def software(results: Results) -> str:
+    """Return the versions of medvl and torch of the evaluation."""
+    return f"medvl {results.packages['medvl']}, torch {results.packages.get('torch', '?')}"
+
+
+def dated(date: str | None, facts: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
+    """Return the facts, with the date first if there is one."""
+    return [("Date", date), *facts] if date else list(facts)
+
+
+# Files of a page's galleries and heat maps: each picture as a JPEG file, and a list of their
+# descriptions.
+
+JPEG = "data:image/jpeg;base64,"
+_COLUMNS = ("file", "group", "alternative text", "lines", "color scale")
+
+
+def picture_files(sections: Sequence[Any], names: Sequence[str]) -> tuple[dict[str, bytes], dict[str, str]]:
+    """Return the files of the pictures that are not plots, and the name of a picture's file by its data URI.
+
+    Pictures are named after their section and numbered in its order; `NAME-pictures.csv` has for each its heading, its
+    alternative text, the lines below it, and the values at the ends of a heat map's colors.
+
+    Args:
+        sections: sections of a page.
+        names: their names in file names.
+    """
+    files: dict[str, bytes] = {}
+    name_of: dict[str, str] = {}
+    for section, name in zip(sections, names, strict=True):
+        rows: list[tuple[str, ...]] = []
+        for group, picture in _pictures(section):
+            if not picture.source.startswith(JPEG):
+                continue
+            if picture.source not in name_of:
+                name_of[picture.source] = f"{name}-{len(rows) + 1:03d}.jpg"
+                files[name_of[picture.source]] = base64.b64decode(picture.source.removeprefix(JPEG))
+            scale = "" if picture.scale is None else f"{picture.scale.low} to {picture.scale.high}"
+            rows.append((name_of[picture.source], group, picture.alternative, " | ".join(picture.lines), scale))
+        if rows:
+            files[f"{name}-pictures.csv"] = csv_text([_COLUMNS, *rows]).encode()
+    return files, name_of
+
+
+def _pictures(section: Any) -> Iterator[tuple[str, Any]]:
+    """Yield (heading, picture) of strips and cards."""
+    for strip in getattr(section, "strips", ()):
+        yield from ((strip.title, picture) for picture in strip.pictures)
+    for deck in getattr(section, "decks", ()):
+        yield from ((f"{deck.title}: {card.title}", picture) for card in deck.cards for picture in card.pictures)
+
 
 Pixels = Callable[[int], NDArray[np.uint8]]
 """Position in the source -> stored image."""

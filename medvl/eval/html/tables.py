@@ -5,7 +5,7 @@ import math
 import re
 from collections.abc import Sequence
 
-from medvl.common.csv_text import csv_text
+from medvl.common.text_files import csv_text
 from medvl.eval.core.metric_rows import MetricRow
 from medvl.eval.core.results import format_value
 

@@ -8,7 +8,7 @@ Protocol "linear_probe", version 1:
 * One logistic regression per label, solved by L-BFGS until every entry of the gradient is at most 1e-4. The penalty is
   the one of a fixed list with the best mean AUROC on all validation images.
 * A fraction of the labels is a fraction of the training patients, sampled once per seed; the samples of one seed are
-  nested (`medvl.data.loading.subset.label_fraction`). The full set has one run. A label with only positives or only
+  nested (`medvl.data.loading.sources.label_fraction`). The full set has one run. A label with only positives or only
   negatives in a sample is scored 0.5 everywhere, so that its AUROC is 0.5.
 * "auroc@10%" is the mean over the runs at 10 %, "auroc_sd@10%" their standard deviation; likewise average precision.
 * Rows without a fraction belong to the first run of the largest fraction: calibration, yes/no metrics at thresholds
@@ -21,24 +21,33 @@ Shape letters: S runs, N images, L classes, R resamples.
 
 import dataclasses
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from medvl.common.label_names import match_labels, named_as, renamed_labels
-from medvl.data.loading.subset import label_fraction
+from medvl.data.loading.sources import label_fraction
 from medvl.data.splits import check_disjoint
 from medvl.errors import EvaluationError, SplitError
 from medvl.eval.classification import scored_images as scoring
-from medvl.eval.classification.label_policy import LabelPolicy
-from medvl.eval.classification.scored_images import BootstrapUnit, ClassificationResult, ScoredImages, ThresholdRule
+from medvl.eval.classification.page import LIMITS, facts, sections, subtitle
+from medvl.eval.classification.scored_images import (
+    BootstrapUnit,
+    ClassificationResult,
+    LabelPolicy,
+    ScoredImages,
+    ThresholdRule,
+)
 from medvl.eval.core.bootstrap import bootstrap_auroc
 from medvl.eval.core.metric_rows import MetricGroup, ranking_metrics
 from medvl.eval.core.metrics import Array
-from medvl.eval.core.results import format_table
-from medvl.eval.probing.features import FeatureTable
-from medvl.eval.probing.solver import LinearProbe, Standardizer, fit_path
+from medvl.eval.core.results import PageHeader, format_table
+from medvl.eval.html.page import Page, Pixels, headline, write_page
+from medvl.eval.html.tables import Cell, Table, metric_cell
+from medvl.eval.probing.features import FeatureTable, LinearProbe, Standardizer, fit_path
 
 PROTOCOL, PROTOCOL_VERSION = "linear_probe", 1
 PENALTIES = (1e-4, 1e-3, 1e-2, 1e-1, 1.0)
@@ -291,3 +300,117 @@ def _over_runs(metric: str, runs: Sequence[ProbeRun], images: ScoredImages, endi
         return np.concatenate([values_SRK.mean(axis=0), values_SRK.std(axis=0, ddof=1)], axis=1)
 
     return MetricGroup(rows, statistic)
+
+
+# Page of a linear probe: AUROC by fraction of the labels, and the sections of every classifier.
+
+
+def write_probe_page(
+    result: ProbeResult, path: str | Path, header: PageHeader, *, pixels: Pixels | None = None, examples: int = 3
+) -> Path:
+    """Write the page as one HTML file and return its path; arguments as in `write_zero_shot_page`."""
+    page = Page(
+        title=f"Linear probe: {header.model}",
+        subtitle=subtitle(result, header.data),
+        headlines=[_headline(result, fraction) for fraction in result.fractions],
+        facts=facts(result, header, extra=_probe_facts(result)),
+        sections=[_by_fraction(result), *sections(result, pixels, examples)],
+        limits=LIMITS,
+        findings=result.images.names,
+    )
+    return write_page(page, path)
+
+
+def _headline(result: ProbeResult, fraction: float) -> tuple[str, str, str]:
+    row = result.results.row(f"auroc{suffix(fraction)}", "macro")
+    return headline(f"AUROC, {100 * fraction:g}% of the labels", row)
+
+
+def _probe_facts(result: ProbeResult) -> list[tuple[str, str]]:
+    config, details = result.results.config, result.results.details
+    penalties = ", ".join(f"{value:g}" for value in config["penalties"])
+    runs = f"{config['seeds']} per fraction below 100%, nested samples of patients"
+    return [
+        ("Probe", f"logistic regression on {details['feature_dim']:,} standardised features"),
+        ("Penalty", f"selected from {penalties} on validation images"),
+        ("Runs", f"{len(details['runs'])}: {runs}"),
+        *([("Encoder", details["note"])] if "note" in details else []),
+    ]
+
+
+def _by_fraction(result: ProbeResult) -> Table:
+    rows = {(row.metric, row.target): row for row in result.results.rows if not row.subgroup}
+    means = {"macro_competition": "Mean of the five competition findings", "macro": "Mean of all"}
+    means = {target: label for target, label in means.items() if (f"auroc{suffix(1)}", target) in rows} or {
+        "macro": "Mean of all"
+    }
+    lines: list[Sequence[Cell | str]] = []
+    for target, label in {**means, **{name: name for name in result.images.names}}.items():
+        cells: list[Cell | str] = [label]
+        for fraction in result.fractions:
+            cells.append(metric_cell(rows.get((f"auroc{suffix(fraction)}", target)), reference=0.5, bar=True))
+            deviation = rows.get((f"auroc_sd{suffix(fraction)}", target))
+            cells.append("" if deviation is None or np.isnan(deviation.value) else f"{deviation.value:.3f}")
+        lines.append(cells)
+    columns = [name for fraction in result.fractions for name in (f"AUROC, {100 * fraction:g}%", "SD over runs")]
+    return Table(
+        title="Summary by fraction of the labels",
+        columns=["", *columns],
+        rows=lines,
+        strong_rows=len(means),
+        one_axis=True,
+        caption="Mean over the runs of a fraction with 95% interval over test patients, and standard deviation (SD) "
+        "over the runs. The sections below show the first run of the largest fraction.",
+    )
+
+
+# Ordinal AUCs of severity: a graded finding as one label for each step of its scale.
+#
+# Of the levels none, mild, moderate and severe these are "severity >= mild", "severity >=
+# moderate" and "severity >= severe", as in the evaluation of pulmonary edema by Liao et al.
+# (MICCAI 2021, arXiv 2103.04537): 0 against 1, 2 and 3; 0 and 1 against 2 and 3; 0, 1 and 2
+# against 3. Their mean is the row "macro".
+
+
+def parse_levels(text: str) -> tuple[str, tuple[str, ...]]:
+    """Return the column and the levels of "COLUMN=LEVEL,LEVEL,...", lowest first.
+
+    Raises EvaluationError where there are fewer than two levels, or one twice.
+    """
+    column, _, listed = text.partition("=")
+    levels = tuple(level.strip() for level in listed.split(","))
+    if not column or len(levels) < 2 or len(set(levels)) < len(levels) or not all(levels):
+        message = f"expected COLUMN=LEVEL,LEVEL,... with two levels or more, lowest first, got {text!r}"
+        raise EvaluationError(message, "malformed", field="levels")
+    return column, levels
+
+
+def ordinal_table(table: FeatureTable, column: str, levels: Sequence[str]) -> FeatureTable:
+    """Return a table whose labels are the steps of a scale, "COLUMN >= LEVEL" for every level but the lowest.
+
+    Args:
+        table: features with a label `COLUMN=LEVEL` for each level (`medvl shards table --category-column`).
+        column: name of the column.
+        levels: its values, lowest first. Images that have none of them, or several, are left out.
+
+    Raises EvaluationError where a level is not a label of the table, or no image is left.
+    """
+    names = [f"{column}={level}" for level in levels]
+    known = [name for name in table.label_names if name.startswith(f"{column}=")]
+    missing = [name for name in names if name not in known]
+    if missing:
+        message = f"expected the labels {', '.join(names)} in the shards, got {', '.join(known) or 'none of them'}"
+        raise EvaluationError(f"{message}; name the levels as in the table", "unknown_name", field="levels")
+    is_level_NV = table.labels_NL[:, [table.label_names.index(name) for name in names]] == 1
+    graded_M = np.flatnonzero(is_level_NV.sum(axis=1) == 1)
+    if not len(graded_M):
+        raise EvaluationError(f"no image has one of the labels {', '.join(names)}", "empty", field="levels")
+    labels_ML = is_level_NV[graded_M].argmax(axis=1)[:, None] >= np.arange(1, len(levels))
+    return dataclasses.replace(
+        table,
+        x_ND=table.x_ND[torch.from_numpy(graded_M)],
+        labels_NL=labels_ML.astype(table.labels_NL.dtype),
+        label_names=tuple(f"{column} >= {level}" for level in levels[1:]),
+        samples=tuple(table.samples[row] for row in graded_M),
+        positions=tuple(table.positions[row] for row in graded_M),
+    )

@@ -9,10 +9,9 @@ from torch import Tensor
 
 from medvl.data.splits import check_disjoint
 from medvl.errors import EvaluationError
-from medvl.eval.classification.label_policy import NO_FINDING, LabelPolicy
+from medvl.eval.classification.scored_images import NO_FINDING, LabelPolicy
 from medvl.eval.probing.evaluate import PENALTIES, choose_probe
-from medvl.eval.probing.features import FeatureTable, ProbedEncoder
-from medvl.eval.probing.solver import LinearProbe, Standardizer
+from medvl.eval.probing.features import FeatureTable, LinearProbe, ProbedEncoder, Standardizer
 from medvl.schema import Batch
 
 

@@ -17,18 +17,32 @@ import dataclasses
 import itertools
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from medvl.common.text_files import read_json_objects
+from medvl.data.loading.sources import Source
 from medvl.data.reports.labeler import Conventions, conventions_named, label_report
+from medvl.data.reports.sentences import join_texts
+from medvl.data.transforms.text import choose_sections
 from medvl.errors import EvaluationError
-from medvl.eval.core.metric_rows import MetricGroup, measure
+from medvl.eval.core.metric_rows import MetricGroup, measure, subgroups_of
 from medvl.eval.core.results import Results, format_table
-from medvl.eval.report_generation.cider import Cider
-from medvl.eval.report_generation.clinical_f1 import METRICS, Uncertain, clinical_metrics, positive_findings
-from medvl.eval.report_generation.nlg_metrics import MEANS, WITH_STOPS, overlap_metrics, report_scores, words
+from medvl.eval.report_generation.metrics import (
+    MEANS,
+    METRICS,
+    WITH_STOPS,
+    Cider,
+    Uncertain,
+    clinical_metrics,
+    overlap_metrics,
+    positive_findings,
+    report_scores,
+    words,
+)
 from medvl.schema import ConventionsName
 
 OTHER_IMAGES = "baseline: other images"
@@ -58,7 +72,7 @@ class GeneratedReport:
     labels: Mapping[str, int] | None = None
     """Labels of the image by finding; None if there are none."""
     subgroups: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    """Attribute -> group of the image (`medvl.eval.core.subgroups`)."""
+    """Attribute -> group of the image (`medvl.eval.core.metric_rows`)."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -266,3 +280,72 @@ def _details(reports: Sequence[GeneratedReport], others: Mapping[str, Sequence[G
         "mean_words": sum(map(len, generated)) / len(reports),
         "mean_words_of_references": sum(len(words(report.reference)) for report in reports) / len(reports),
     }
+
+
+# Generated reports of any system, read from JSON lines.
+
+
+class Reference(NamedTuple):
+    """The complete report of an image."""
+
+    patient: str
+    text: str
+    subgroups: Mapping[str, str] = {}
+    """Attribute -> group of the image."""
+
+
+def read_reports(path: Path, references: Mapping[str, Reference] | None = None) -> list[GeneratedReport]:
+    """Read lines with `key`, `generated`, and without `references` also `reference`.
+
+    Lines may also have `ended`, and without `references` `patient` and `subgroups`.
+
+    predictions.jsonl of an evaluation is such a file. A reference must be the complete text, as it was before any model
+    truncated or tokenized it.
+
+    Args:
+        path: the file.
+        references: key -> reference, of every report that is evaluated; one without a line is empty.
+
+    Raises EvaluationError where a line is malformed, a key is repeated, or one is not in `references`.
+    """
+    found: dict[str, GeneratedReport] = {}
+    texts = {"generated": str} if references is not None else {"generated": str, "reference": str}
+    for where, row in read_json_objects(path, EvaluationError, {"key": object, **texts}, field="predictions"):
+        key, generated = str(row["key"]), row["generated"]
+        if references is None:
+            subgroups = row.get("subgroups") or {}
+            if not isinstance(subgroups, dict):
+                raise EvaluationError(f"{where}: subgroups must be an object", "wrong_type", field="subgroups")
+            patient, reference = str(row.get("patient", key)), row["reference"]
+        elif key in references:
+            patient, reference, subgroups = references[key]
+        else:
+            message = f"{where}: the key is of a report that is not in the data"
+            raise EvaluationError(message, "malformed", field="key")
+        if key in found:
+            raise EvaluationError(f"{where}: {key} has a second report", "conflict", field="key")
+        ended = bool(row.get("ended", True))
+        found[key] = GeneratedReport(
+            key=key,
+            patient=patient,
+            reference=reference,
+            generated=generated,
+            ended=ended,
+            labels=row.get("labels"),
+            subgroups=subgroups,
+        )
+    for key, (patient, reference, subgroups) in (references or {}).items():
+        missing = GeneratedReport(key=key, patient=patient, reference=reference, generated="", subgroups=subgroups)
+        found.setdefault(key, missing)
+    return list(found.values())
+
+
+def references_of(source: Source, sections: tuple[str, ...]) -> dict[str, Reference]:
+    """Return key -> complete reference of the samples that have one."""
+    references = {}
+    for position in range(len(source)):
+        sample = source.sample(position)
+        text = join_texts(choose_sections(sample.sections, sections))
+        if text:
+            references[sample.key] = Reference(sample.patient, text, subgroups_of(sample))
+    return references

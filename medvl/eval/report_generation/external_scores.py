@@ -22,8 +22,7 @@ from medvl.common.text_files import read_csv_rows, read_text
 from medvl.common.untrusted import parse_json
 from medvl.errors import EvaluationError
 from medvl.eval.core.metric_rows import MetricGroup, mean_metrics
-from medvl.eval.report_generation.clinical_f1 import Uncertain, clinical_metrics, positive_findings
-from medvl.eval.report_generation.nlg_metrics import REPORT, words
+from medvl.eval.report_generation.metrics import REPORT, Uncertain, clinical_metrics, positive_findings, words
 from medvl.schema import FINDINGS
 
 CHEXBERT = "CheXbert"

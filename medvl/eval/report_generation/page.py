@@ -8,13 +8,11 @@ import numpy as np
 
 from medvl.data.reports.labeler import Conventions, label_report
 from medvl.eval.core.metric_rows import MetricRow
-from medvl.eval.core.publish import PageHeader
-from medvl.eval.html.header import header_facts, headline
-from medvl.eval.html.page import Card, Cards, Deck, Page, write_page
+from medvl.eval.core.results import PageHeader
+from medvl.eval.html.page import Card, Cards, Deck, Page, header_facts, headline, write_page
 from medvl.eval.html.tables import Cell, Table, metric_cell
-from medvl.eval.report_generation.clinical_f1 import METRICS
 from medvl.eval.report_generation.evaluate import AGAINST_LABELS, ONE_REPORT, GeneratedReport, ReportResult
-from medvl.eval.report_generation.nlg_metrics import REPORT
+from medvl.eval.report_generation.metrics import METRICS, REPORT
 from medvl.schema import FINDINGS
 
 _OVERLAP = {

@@ -7,11 +7,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from medvl.eval.core.metrics import Array
-from medvl.eval.core.publish import PageHeader
+from medvl.eval.core.results import PageHeader
 from medvl.eval.html import page as html, plots, tables
-from medvl.eval.html.header import header_facts, headline
-from medvl.eval.retrieval.examples import NearestCandidates, RetrievalExamples
-from medvl.eval.retrieval.image_text import RetrievalResult
+from medvl.eval.html.page import header_facts, headline
+from medvl.eval.retrieval.image_text import NearestCandidates, RetrievalExamples, RetrievalResult
 
 _DIRECTIONS = {"image_to_text": "Image to text", "text_to_image": "Text to image"}
 _FINDINGS = 2

@@ -24,14 +24,13 @@ import torch
 from torch import Tensor
 
 from medvl.errors import EvaluationError
-from medvl.eval.core.embeddings import embed_texts
-from medvl.eval.core.full_pass import FullPass, input_hashes
-from medvl.eval.core.interfaces import Loader, Model
+from medvl.eval.core.full_pass import FullPass, Loader, Model, input_hashes
+from medvl.eval.core.open import embed_texts
 from medvl.eval.core.results import Results, checkpoint_sha256
 from medvl.eval.retrieval import image_text
 from medvl.eval.retrieval.image_text import Gallery, Ranks, RetrievalResult
 from medvl.eval.retrieval.similarity import Similarity, encode_images, normalized_texts, take
-from medvl.models.eval_mode import evaluating
+from medvl.models.base import evaluating
 from medvl.models.fusion_encoders.bases.base import FusionModel
 from medvl.models.fusion_encoders.parts.encoder import Tokens, stack
 from medvl.schema import Batch, Embeddings

@@ -4,21 +4,153 @@ Letters: N images of the data, T items (images of the data, then of the sites, t
 """
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from medvl.eval.classification.label_policy import NO_FINDING, LabelPolicy
-from medvl.eval.classification.scored_images import few_patients
-from medvl.eval.core.metric_rows import MetricGroup, calibration_metrics, mean_metrics, ranking_metrics
-from medvl.eval.core.metrics import Array
-from medvl.eval.core.subgroup_metrics import subgroup_metrics
-from medvl.eval.core.subgroups import subgroup_masks, subgroups_of
-from medvl.eval.robustness import metric_groups as metrics
+from medvl.eval.classification.scored_images import NO_FINDING, LabelPolicy, few_patients
+from medvl.eval.core.bootstrap import defined_labels, mean_over_labels, ranked_columns
+from medvl.eval.core.metric_rows import (
+    MetricGroup,
+    MetricRow,
+    calibration_metrics,
+    mean_metrics,
+    ranking_metrics,
+    subgroup_masks,
+    subgroup_metrics,
+    subgroups_of,
+)
+from medvl.eval.core.metrics import Array, RankedColumn
+from medvl.eval.robustness.image_versions import Version
 from medvl.eval.robustness.passes import Scores
 from medvl.eval.zero_shot_classification.calibration import Calibration
+
+# Metric groups of the robustness tests; `medvl.eval.robustness.evaluate` defines the metrics.
+#
+# Letters: N items, R resamples, L findings, K prompt sets.
+
+Value = Callable[[Array], Array]
+"""Function from counts_NR to values_R."""
+ALL = "all corruptions"
+
+
+def macro_auroc(scores_NL: Array, labels_NL: Array) -> Value:
+    """Return the mean over findings of the AUROC; items without labels are left out."""
+    columns = ranked_columns(np.where(np.isnan(labels_NL), 0.0, scores_NL), labels_NL)
+
+    def of_findings(counts_NR: Array) -> Array:
+        return np.stack([column.auroc_R(counts_NR) for column in columns], axis=1)
+
+    fixed_L = defined_labels(of_findings, len(labels_NL))
+    return lambda counts_NR: mean_over_labels(of_findings(counts_NR), fixed_L)
+
+
+def share(values_N: Array) -> Value:
+    """Return the mean over items, NaN items left out."""
+    group = mean_metrics("", values_N[:, None], [""])
+    return lambda counts_NR: group.statistic(counts_NR)[:, 0]
+
+
+def corruption_metrics(
+    metric: str, target: str, n: int, clean: Value, versions: Mapping[Version, Value]
+) -> MetricGroup:
+    """Return a metric under every version, its means over strengths and over all, and paired changes from clean."""
+    names = list(dict.fromkeys(version.name for version in versions))
+    numbers = {name: [at for at, version in enumerate(versions) if version.name == name] for name in names}
+    subgroups = [*map(str, versions), *names, ALL]
+    rows = [
+        MetricRow(metric=kind, target=target, subgroup=subgroup, n=n)
+        for kind in (metric, f"{metric}_change")
+        for subgroup in subgroups
+    ]
+
+    def statistic(counts_NR: Array) -> Array:
+        values_RV = np.stack([value(counts_NR) for value in versions.values()], axis=1)
+        means_RC = np.stack([values_RV[:, numbers[name]].mean(axis=1) for name in names], axis=1)
+        all_RK = np.concatenate([values_RV, means_RC, means_RC.mean(axis=1, keepdims=True)], axis=1)
+        return np.concatenate([all_RK, all_RK - clean(counts_NR)[:, None]], axis=1)
+
+    return MetricGroup(rows, statistic)
+
+
+def prompt_metrics(kind: str, values: Mapping[str, Value], n: int, items: int) -> MetricGroup:
+    """Return the macro AUROC of every prompt set and, of two or more, the widest gap and the standard deviation.
+
+    The two sets of the gap are chosen on all items and kept in the resamples. `n` items of all `items` count.
+    """
+
+    def row(metric: str, subgroup: str) -> MetricRow:
+        return MetricRow(metric=metric, target="macro", subgroup=f"{kind}: {subgroup}", n=n)
+
+    def table(counts_NR: Array) -> Array:
+        return np.stack([value(counts_NR) for value in values.values()], axis=1)
+
+    rows = [row("auroc", name) for name in values]
+    if len(values) < 2:
+        return MetricGroup(rows, table)
+    names, once_K = list(values), table(np.ones((items, 1)))[0]
+    best, worst = int(np.argmax(once_K)), int(np.argmin(once_K))
+    rows += [row("auroc_gap", f"{names[best]} - {names[worst]}"), row("auroc_sd", f"{len(names)} sets")]
+
+    def statistic(counts_NR: Array) -> Array:
+        values_RK = table(counts_NR)
+        gap_R1 = (values_RK[:, best] - values_RK[:, worst])[:, None]
+        return np.concatenate([values_RK, gap_R1, values_RK.std(axis=1, ddof=1, keepdims=True)], axis=1)
+
+    return MetricGroup(rows, statistic)
+
+
+def negation_metrics(statements_NL2: Array, labels_NL: Array, names: Sequence[str]) -> MetricGroup:
+    """Return how often an image of a finding prefers the statement, and one without it the denial.
+
+    Args:
+        statements_NL2: score of each statement and its denial.
+        labels_NL: 1, 0 or NaN (left out); each column has both.
+        names: findings.
+    """
+    above_NL = (np.sign(statements_NL2[:, :, 0] - statements_NL2[:, :, 1]) + 1) / 2
+    present, absent = (
+        mean_metrics("", np.where(labels_NL == label, right_NL, np.nan), names)
+        for label, right_NL in ((1, above_NL), (0, 1 - above_NL))
+    )
+    known_N = (~np.isnan(labels_NL)).any(axis=1)
+    all_L = np.ones(len(names), dtype=np.bool_)
+    rows = [
+        MetricRow(metric="negation", target=name, n=first.n + second.n, n_positive=first.n)
+        for name, first, second in zip(names, present.rows, absent.rows, strict=True)
+    ]
+    rows += [
+        MetricRow(metric=metric, target="macro", n=int(known_N.sum()))
+        for metric in ("negation", "negation_present", "negation_absent")
+    ]
+
+    def statistic(counts_NR: Array) -> Array:
+        present_RL, absent_RL = present.statistic(counts_NR), absent.statistic(counts_NR)
+        both_RL = (present_RL + absent_RL) / 2
+        means = [mean_over_labels(values_RL, all_L)[:, None] for values_RL in (both_RL, present_RL, absent_RL)]
+        return np.concatenate([both_RL, *means], axis=1)
+
+    return MetricGroup(rows, statistic)
+
+
+def outside_metrics(name: str, inside_N: Array, outside_N: Array) -> MetricGroup:
+    """Return how often an image of the data has more confidence than one of another kind, and the latter's mean.
+
+    An item may have both values, of an image and of a version of it; NaN: it has none.
+    """
+    scores, labels = np.concatenate([inside_N, outside_N]), np.repeat([1.0, 0.0], len(inside_N))
+    column = RankedColumn(np.nan_to_num(scores), np.where(np.isnan(scores), np.nan, labels))
+    means = mean_metrics("confidence", outside_N[:, None], ["all"], subgroup=name)
+    row = MetricRow(metric="ood_auroc", target="all", subgroup=name, n=means.rows[0].n)
+
+    def statistic(counts_NR: Array) -> Array:
+        auroc_R = column.auroc_R(np.concatenate([counts_NR, counts_NR]))
+        return np.concatenate([auroc_R[:, None], means.statistic(counts_NR)], axis=1)
+
+    return MetricGroup([row, *means.rows], statistic)
+
 
 DATA = "these data"
 """Name of the evaluated data among the sites."""
@@ -95,9 +227,9 @@ class _Kept:
         """Number of images with a label of 1 or 0."""
         return int((~np.isnan(self.labels_TL[:, self.evaluable])).any(axis=1).sum())
 
-    def macro(self, scores_TL: Array) -> metrics.Value:
+    def macro(self, scores_TL: Array) -> Value:
         """Return the mean AUROC over the findings with both classes."""
-        return metrics.macro_auroc(scores_TL[:, self.evaluable], self.labels_TL[:, self.evaluable])
+        return macro_auroc(scores_TL[:, self.evaluable], self.labels_TL[:, self.evaluable])
 
 
 def _left_out_of_means(scores: Scores, names: list[str], evaluable: list[int], smallest_class: int) -> dict[str, str]:
@@ -122,7 +254,7 @@ def _ranking(kept: _Kept) -> Iterator[MetricGroup]:
             version: kept.macro(_padded(findings_NVL[:, number], kept.items))
             for number, version in enumerate(kept.scores.versions)
         }
-        yield metrics.corruption_metrics("auroc", "macro", kept.images, kept.macro(findings_TL), values)
+        yield corruption_metrics("auroc", "macro", kept.images, kept.macro(findings_TL), values)
 
 
 def _calibration(kept: _Kept, calibration: Calibration | None) -> Iterator[MetricGroup]:
@@ -149,7 +281,7 @@ def _prompts(kept: _Kept) -> Iterator[MetricGroup]:
     for kind, numbers in (("prompts", range(named)), ("paraphrases", range(named, len(sets)))):
         values = {sets[number]: kept.macro(prompts_TKL[:, number]) for number in numbers}
         if values:
-            yield metrics.prompt_metrics(kind, values, kept.images, kept.items)
+            yield prompt_metrics(kind, values, kept.images, kept.items)
 
 
 def _subgroups(kept: _Kept, policy: LabelPolicy, smallest: int) -> tuple[list[MetricGroup], dict[str, list[str]]]:
@@ -188,7 +320,7 @@ def _negation(kept: _Kept) -> MetricGroup:
     statements_TS = kept.value("statements")
     statements_TL2 = statements_TS.reshape(len(statements_TS), -1, 2)
     statements_TL2 = statements_TL2[:, [pairs.index(kept.names[index]) for index in chosen]]
-    return metrics.negation_metrics(statements_TL2, kept.labels_TL[:, chosen], [kept.names[index] for index in chosen])
+    return negation_metrics(statements_TL2, kept.labels_TL[:, chosen], [kept.names[index] for index in chosen])
 
 
 def _texts(kept: _Kept) -> Iterator[MetricGroup]:
@@ -198,11 +330,11 @@ def _texts(kept: _Kept) -> Iterator[MetricGroup]:
     if kept.scores.of_versions:
         pairs_NV2, clean_T = kept.scores.of_versions["own_and_other"], _above(texts_T3, _OTHER)
         values = {
-            version: metrics.share(_above(_padded(pairs_NV2[:, number], kept.items), _OTHER))
+            version: share(_above(_padded(pairs_NV2[:, number], kept.items), _OTHER))
             for number, version in enumerate(kept.scores.versions)
         }
         n = int((~np.isnan(clean_T)).sum())
-        yield metrics.corruption_metrics("above_other", "all", n, metrics.share(clean_T), values)
+        yield corruption_metrics("above_other", "all", n, share(clean_T), values)
 
 
 def _above(texts_TK: Array, column: int) -> Array:
@@ -215,10 +347,10 @@ def _outside(kept: _Kept) -> Iterator[MetricGroup]:
     inside_T, start = kept.value("confidence"), len(kept.scores.clean.samples)
     yield mean_metrics("confidence", inside_T[:, None], ["all"], subgroup=_CLEAN)
     for name, confidence_N in kept.scores.made_up.items():
-        yield metrics.outside_metrics(name, inside_T, _padded(confidence_N, kept.items))
+        yield outside_metrics(name, inside_T, _padded(confidence_N, kept.items))
     start += sum(len(images.samples) for _, images in kept.scores.sites.values())
     for name, images in kept.scores.outside.items():
         outside_T = np.full(kept.items, np.nan)
         outside_T[start : start + len(images.samples)] = images.values["confidence"]
         start += len(images.samples)
-        yield metrics.outside_metrics(name, inside_T, outside_T)
+        yield outside_metrics(name, inside_T, outside_T)

@@ -6,7 +6,7 @@ both.
 
 * Clean: AUROC of each finding and their mean ("macro"); "above_other", the share of images that score higher with
   their own text than with another patient's (`medvl.eval.matching`).
-* Subgroups: AUROC by view, projection, sex and age, and the gaps between groups (`medvl.eval.core.subgroup_metrics`).
+* Subgroups: AUROC by view, projection, sex and age, and the gaps between groups (`medvl.eval.core.metric_rows`).
   Sites are a subgroup too: `sites` are shards of other hospitals, compared on the findings that all have.
 * Calibration: Brier score and calibration error of probabilities, and those after Platt scaling with a calibration of
   `medvl eval calibrate`.
@@ -43,13 +43,11 @@ import torch
 from medvl.data.loading.sources import Source
 from medvl.data.splits import check_disjoint
 from medvl.errors import EvaluationError
-from medvl.eval.classification.label_policy import LabelPolicy
-from medvl.eval.classification.scored_images import notes_on_means
+from medvl.eval.classification.scored_images import LabelPolicy, notes_on_means
 from medvl.eval.core.full_pass import samples_by_key
-from medvl.eval.core.metric_rows import measure
+from medvl.eval.core.metric_rows import measure, subgroups_of
 from medvl.eval.core.metrics import ECE_BINS
 from medvl.eval.core.results import Results, checkpoint_sha256, format_table
-from medvl.eval.core.subgroups import subgroups_of
 from medvl.eval.probing.fitted import FittedProbe
 from medvl.eval.robustness.assemble import Tests, assemble
 from medvl.eval.robustness.image_versions import CORRUPTIONS, MADE_UP, corruption_versions, made_up_versions
@@ -57,8 +55,7 @@ from medvl.eval.robustness.passes import OpenLoader, Scores, score_everything
 from medvl.eval.robustness.scorers import ProbeScorer, Scorer, make_scorer
 from medvl.eval.zero_shot_classification.calibration import Calibration
 from medvl.eval.zero_shot_classification.prompts import PromptSet, default_prompts, load_prompts
-from medvl.models.base import System
-from medvl.models.eval_mode import evaluating
+from medvl.models.base import System, evaluating
 
 PROTOCOL, PROTOCOL_VERSION = "robustness", 3
 MORE_PROMPTS = ("chexpert_pairs", "chexzero_template")

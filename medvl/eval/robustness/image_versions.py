@@ -8,14 +8,17 @@ side: a version looks the same at every stored size.
 import dataclasses
 import hashlib
 import math
+import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 
 import cv2
 import numpy as np
 
-from medvl.data.loading.sources import Source
-from medvl.data.loading.subset import SourceView
+from medvl.common.label_names import match_labels, spoken_name
+from medvl.data.loading.sources import Source, SourceView
 from medvl.errors import EvaluationError
+from medvl.eval.classification.scored_images import NO_FINDING
+from medvl.eval.zero_shot_classification.prompts import ClassPrompts, PromptSet, load_prompts
 from medvl.schema import Sample
 
 STRENGTHS = 5
@@ -197,3 +200,61 @@ class VersionSource(SourceView):
 
 def _to_uint8(values: np.ndarray) -> np.ndarray:
     return np.clip(np.rint(values), 0, 255).astype(np.uint8)
+
+
+# Sentences of the tests: statements about findings, their denials, and paraphrases of both.
+
+PARAPHRASES: Mapping[str, tuple[str, str]] = {
+    "seen": ("{} can be seen.", "No {} can be seen."),
+    "evidence": ("Evidence of {}.", "No evidence of {}."),
+    "consistent": ("Findings are consistent with {}.", "Findings are not consistent with {}."),
+    "patient": ("The patient has {}.", "The patient does not have {}."),
+    "shows": ("The radiograph shows {}.", "The radiograph shows no {}."),
+    "name alone": ("{}", "no {}"),
+}
+"""Name -> a statement and its denial, with {} for the finding."""
+
+
+def statements(names: Sequence[str]) -> dict[str, tuple[str, str]]:
+    """Return class -> "There is X." and "There is no X.", without No Finding, whose denial asserts a finding."""
+    known = load_prompts("chexpert_pairs").classes
+    known_as = {name: finding for finding, name in match_labels(list(known), names).items()}
+    pairs = {}
+    for name in names:
+        if name in known_as:
+            pairs[name] = known[known_as[name]].positive[0], known[known_as[name]].negative[0]
+        else:
+            noun = spoken_name(name)
+            pairs[name] = _fill("There is {}.", noun), _fill("There is no {}.", noun)
+    return {name: pair for name, pair in pairs.items() if name != NO_FINDING}
+
+
+def paraphrases(names: Sequence[str]) -> list[PromptSet]:
+    """Return a prompt set of `statements` and of each of `PARAPHRASES`, scored by the margin of the two sentences."""
+    pairs = statements(names)
+    nouns = {name: re.sub(r"^There (is|are) no |\.$", "", denial) for name, (_, denial) in pairs.items()}
+    wordings = {"there is": pairs}
+    for name, templates in PARAPHRASES.items():
+        wordings[name] = {
+            label: (_fill(templates[0], noun), _fill(templates[1], noun)) for label, noun in nouns.items()
+        }
+    sets = []
+    for name, sentences in wordings.items():
+        classes = {label: ClassPrompts(positive=(one,), negative=(other,)) for label, (one, other) in sentences.items()}
+        prompts = PromptSet(
+            name=name,
+            version=1,
+            description="",
+            scoring="margin",
+            temperature=1.0,
+            ensemble="similarity_mean",
+            classes=classes,
+            sha256=hashlib.sha256(repr(classes).encode()).hexdigest(),
+        )
+        sets.append(prompts)
+    return sets
+
+
+def _fill(template: str, noun: str) -> str:
+    filled = template.format(noun)
+    return filled[:1].upper() + filled[1:] if template.endswith(".") else filled

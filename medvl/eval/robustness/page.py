@@ -9,14 +9,23 @@ from numpy.typing import NDArray
 from medvl.eval.classification.page import LIMITS
 from medvl.eval.classification.scored_images import notes_on_means
 from medvl.eval.core.metric_rows import MetricRow
-from medvl.eval.core.publish import PageHeader
-from medvl.eval.html.header import header_facts, headline
-from medvl.eval.html.page import Page, Picture, Pictures, Pixels, Section, Strip, thumbnail_uri, write_page
+from medvl.eval.core.results import PageHeader
+from medvl.eval.html.page import (
+    Page,
+    Picture,
+    Pictures,
+    Pixels,
+    Section,
+    Strip,
+    header_facts,
+    headline,
+    thumbnail_uri,
+    write_page,
+)
 from medvl.eval.html.tables import Cell, Table, metric_cell
-from medvl.eval.robustness.assemble import DATA
+from medvl.eval.robustness.assemble import ALL, DATA
 from medvl.eval.robustness.evaluate import RobustnessResult
 from medvl.eval.robustness.image_versions import STRENGTHS, Version
-from medvl.eval.robustness.metric_groups import ALL
 
 _LIMITS = (
     *LIMITS,

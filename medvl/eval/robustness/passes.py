@@ -12,13 +12,12 @@ import torch
 from torch import Tensor
 
 from medvl.data.loading.sources import Source, region_manifest_of
-from medvl.data.reports.lines import one_line
+from medvl.data.reports.sentences import one_line
 from medvl.data.transforms.text import WholeText
 from medvl.errors import EvaluationError
-from medvl.eval.core.full_pass import FullPass, column, samples_by_key
-from medvl.eval.core.interfaces import Loader
+from medvl.eval.core.full_pass import FullPass, Loader, column, samples_by_key
 from medvl.eval.core.metrics import Array
-from medvl.eval.matching.evaluate import Items, choose_texts
+from medvl.eval.matching import Items, choose_texts
 from medvl.eval.robustness.image_versions import Version, VersionSource
 from medvl.eval.robustness.scorers import Scorer
 from medvl.schema import Batch, Sample

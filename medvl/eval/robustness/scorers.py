@@ -14,12 +14,12 @@ from torch import Tensor
 
 from medvl.common.label_names import match_labels, named_as
 from medvl.errors import ConfigError
-from medvl.eval.classification.label_policy import NO_FINDING
-from medvl.eval.core.embeddings import embed_texts, encode_batch
+from medvl.eval.classification.scored_images import NO_FINDING
+from medvl.eval.core.open import embed_texts, encode_batch
 from medvl.eval.probing.fitted import FittedProbe
 from medvl.eval.retrieval.rerank import Encoded, check_matching, encode_texts, match_scores
 from medvl.eval.retrieval.similarity import paired_similarity
-from medvl.eval.robustness.sentences import paraphrases, statements
+from medvl.eval.robustness.image_versions import paraphrases, statements
 from medvl.eval.zero_shot_classification.prompts import STANDARDIZED, PromptSet
 from medvl.eval.zero_shot_classification.scores import PromptScorer
 from medvl.models.base import System

@@ -19,6 +19,7 @@ Letters: N examples, R resamples.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -26,21 +27,29 @@ from typing import Any
 import numpy as np
 import torch
 
-from medvl.common.checks import check_within
+from medvl.common.config_io import check_within
+from medvl.common.seeding import seeded
 from medvl.data.text_tasks.read import Splits, available_tasks, read_text_task
-from medvl.data.text_tasks.relations import RelationText
-from medvl.data.text_tasks.tasks import TASKS, Split, TextExample, TextTask
-from medvl.data.tokenizer.tokenizer import Tokenizer
-from medvl.encoders import TextEncoder
+from medvl.data.text_tasks.tasks import TASKS, RelationText, Split, TextExample, TextTask
+from medvl.data.tokenizer.tokenizer import Tokenizer, load_tokenizer
+from medvl.encoders import TextEncoder, create_text_encoder
 from medvl.errors import ConfigError, CorpusError, EvaluationError
 from medvl.eval.core.metric_rows import MetricGroup, MetricRow, measure
-from medvl.eval.core.results import Results
-from medvl.eval.text_tasks.aggregate import ScoredTask, score_rows
-from medvl.eval.text_tasks.baselines import baselines
-from medvl.eval.text_tasks.encoding import encode_task
-from medvl.eval.text_tasks.finetune import FinetuneGrid, FinetuneSettings, finetune, predict
-from medvl.eval.text_tasks.metrics import Predicted, Summed, difference, mean_over_seeds, summed_metric
-from medvl.models.downstream.text_head import TextPool
+from medvl.eval.core.open import load_model, unsupported_model
+from medvl.eval.core.results import Results, checkpoint_sha256
+from medvl.eval.text_tasks.finetune import FinetuneGrid, FinetuneSettings, encode_task, finetune, predict
+from medvl.eval.text_tasks.metrics import (
+    Predicted,
+    ScoredTask,
+    Summed,
+    baselines,
+    difference,
+    mean_over_seeds,
+    score_rows,
+    summed_metric,
+)
+from medvl.models.downstream.retrieval import TextPool
+from medvl.models.weights import find_checkpoint
 
 PROTOCOL, PROTOCOL_VERSION = "text_tasks", 2
 
@@ -329,3 +338,81 @@ def _details(task: TextTask, run: TaskRun, other: TaskRun | None = None) -> Mapp
         "truncated_test_words": run.cut,
     }
     return described if other is None else {**described, "other": _details(task, other)}
+
+
+# Text encoders for an evaluation: of a checkpoint, by name, or with random weights.
+
+ATTENTION_DROPOUT = 0.1
+"""Dropout of the attention in fine-tuning."""
+_FIELD = "attention_probs_dropout_prob"
+
+
+def encoder_of_checkpoint(checkpoint: Path, *, random: bool = False) -> EvaluatedEncoder:
+    """Return the text encoder of a checkpoint, or the same encoder with random weights.
+
+    Its attention has `ATTENTION_DROPOUT`, also where it was trained with another, such as 0 for packed texts.
+
+    Raises CheckpointError for a checkpoint that cannot be loaded, ConfigError for a system without a text encoder or a
+    checkpoint without a vocabulary.
+    """
+    model = load_model(checkpoint, "cpu")
+    encoder = getattr(model, "text_encoder", None)
+    if not isinstance(encoder, TextEncoder):
+        raise unsupported_model(checkpoint, model, "give a system with a text encoder")
+    vocabulary = find_checkpoint(checkpoint) / "tokenizer"
+    if not vocabulary.is_dir():
+        raise ConfigError(f"{checkpoint} has no vocabulary", "missing", field="checkpoint")
+    dropout = _attention_dropout(encoder)
+    create = functools.partial(create_text_encoder, **{**encoder.config, **dropout})
+    return EvaluatedEncoder(
+        name=f"{model.name} ({checkpoint}{', random weights' if random else ''})",
+        make=functools.partial(_make, create, None if random else encoder.state_dict()),
+        tokenizer=lambda length: load_tokenizer(vocabulary, max_tokens=length),
+        max_tokens=encoder.max_tokens,
+        attention_dropout=dropout.get(_FIELD),
+        sha256=None if random else checkpoint_sha256(checkpoint),
+    )
+
+
+def encoder_by_name(
+    name: str, vocabulary: Path, weights: str | None, arguments: Mapping[str, Any] | None = None
+) -> EvaluatedEncoder:
+    """Return a text encoder by name with weights from a file or the hub, or random ones for None.
+
+    Its attention has `ATTENTION_DROPOUT`, unless the arguments have another value.
+
+    Raises ConfigError for unknown names and arguments, WeightsError for weights that are not there or do not fit.
+    """
+    tokenizer = load_tokenizer(vocabulary)
+    create = functools.partial(
+        create_text_encoder,
+        name,
+        vocab_size=tokenizer.vocab_size,
+        pad_id=tokenizer.pad_id,
+        **(arguments or {}),
+    )
+    with seeded(0):
+        first = create(pretrained=weights or False)
+    settings = {**_attention_dropout(first), **(arguments or {})}
+    create = functools.partial(create, **settings)
+    return EvaluatedEncoder(
+        name=f"{name}{'' if weights else ', random weights'}",
+        make=functools.partial(_make, create, None if weights is None else first.state_dict()),
+        tokenizer=lambda length: load_tokenizer(vocabulary, max_tokens=length),
+        max_tokens=first.max_tokens,
+        attention_dropout=settings.get(_FIELD),
+    )
+
+
+def _attention_dropout(encoder: TextEncoder) -> dict[str, float]:
+    """Return the argument that sets the attention's dropout; none for a backbone without it, such as CLIP's."""
+    return {_FIELD: ATTENTION_DROPOUT} if hasattr(getattr(encoder.backbone, "config", None), _FIELD) else {}
+
+
+def _make(create: Callable[[], TextEncoder], state: Mapping[str, Any] | None, seed: int) -> TextEncoder:
+    """Return a new encoder with random numbers from the seed, and with these weights if there are any."""
+    with seeded(seed):
+        encoder = create()
+    if state is not None:
+        encoder.load_state_dict(state)
+    return encoder

@@ -12,14 +12,20 @@ Letters: N examples, K sums, R resamples.
 * "accuracy": share of right answers.
 """
 
+import collections
 import dataclasses
-from collections.abc import Callable, Sequence
+import re
+import statistics
+from collections.abc import Callable, Hashable, Mapping, Sequence
 
 import numpy as np
+import torch
 
-from medvl.data.text_tasks.tasks import TextTask
+from medvl.data.text_tasks.tasks import BLURB, TextExample, TextTask
+from medvl.eval.core.bootstrap import percentile_interval, resample_counts
 from medvl.eval.core.metric_rows import MetricGroup, MetricRow
 from medvl.eval.core.metrics import Array
+from medvl.eval.probing.features import comparable_probabilities, fit_logistic
 
 Predicted = Sequence[str | float | tuple[str, ...]]
 """Label or prediction of each example, in the form of `TextExample.label`."""
@@ -152,3 +158,187 @@ def _macro_f1(totals_RK: Array) -> Array:
 
 def _share(totals_R2: Array) -> Array:
     return totals_R2[:, 0] / np.maximum(totals_R2[:, 1], 1)
+
+
+# BLURB's score: the mean of six means (Gu et al. 2021, Section 4.1).
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class BlurbScore:
+    """A mean over the groups of BLURB, and the sets that it leaves out."""
+
+    value: float
+    groups: tuple[float, ...]
+    """Mean of each group that has a score."""
+    tasks: int
+    """Number of sets with a score."""
+    missing: tuple[str, ...]
+    """Sets without a score, in BLURB's order."""
+
+    @property
+    def name(self) -> str:
+        """Return "BLURB", or a name that lists the missing sets."""
+        return "BLURB" if not self.missing else f"mean without {', '.join(self.missing)}"
+
+
+def blurb_score(scores: Mapping[str, float]) -> BlurbScore | None:
+    """Return the score of the sets that are there, None if none is.
+
+    Args:
+        scores: task -> score; tasks that are not of BLURB are ignored. The result has their scale.
+    """
+    present = [[scores[name] for name in group if name in scores] for group in BLURB]
+    groups = tuple(statistics.fmean(group) for group in present if group)
+    if not groups:
+        return None
+    missing = tuple(name for group in BLURB for name in group if name not in scores)
+    return BlurbScore(statistics.fmean(groups), groups, sum(map(len, present)), missing)
+
+
+# Rows of BLURB's score: of an encoder, of the one that it is compared with, and of their
+# difference, with intervals.
+#
+# The test sets are resampled independently, each by its documents, and the score is taken within
+# each resample.
+#
+# Letters: N examples, R resamples.
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class ScoredTask:
+    """Metrics of a task's test examples, one of each seed."""
+
+    metrics: Sequence[Summed]
+    other: Sequence[Summed] | None
+    """Metrics of the encoder that is compared with."""
+    documents: Sequence[Hashable]
+    """Document of each example."""
+
+
+def score_rows(tasks: Mapping[str, ScoredTask], *, resamples: int, seed: int) -> list[MetricRow]:
+    """Return the rows "blurb", none for fewer than two tasks of BLURB; the target names the sets that are left out."""
+    score = blurb_score(dict.fromkeys(tasks, 0.0))
+    if score is None or score.tasks < 2:
+        return []
+    counted = sum(len(task.documents) for task in tasks.values())
+    own_R = _scores({name: task.metrics for name, task in tasks.items()}, tasks, resamples, seed)
+    columns = {score.name: own_R}
+    others = {name: task.other for name, task in tasks.items() if task.other is not None}
+    if len(others) == len(tasks):
+        other_R = _scores(others, tasks, resamples, seed)
+        columns |= {f"{score.name}: other encoder": other_R, f"{score.name} - other encoder": own_R - other_R}
+    rows = []
+    for target, values_R in columns.items():
+        row = MetricRow(metric="blurb", target=target, n=counted, value=float(values_R[0]))
+        if resamples:
+            (low,), (high,) = percentile_interval(values_R[1:, None])
+            row = dataclasses.replace(row, low=float(low), high=float(high))
+        rows.append(row)
+    return rows
+
+
+def _scores(
+    metrics: Mapping[str, Sequence[Summed]], tasks: Mapping[str, ScoredTask], resamples: int, seed: int
+) -> Array:
+    """Return (1 + resamples,): the score of the test sets, and of each resample of them."""
+    values_TR = []
+    for number, (name, seeds) in enumerate(metrics.items()):
+        documents = tasks[name].documents
+        draws = resample_counts(len(documents), resamples, seed + number, documents)
+        chunks = [np.ones((len(documents), 1)), *draws]
+        by_seed = [[metric.value(counts_NR.T @ metric.sums_NK) for metric in seeds] for counts_NR in chunks]
+        values_TR.append(np.concatenate([np.mean(values, axis=0) for values in by_seed]))
+    found = [blurb_score(dict(zip(metrics, values, strict=True))) for values in np.array(values_TR).T.tolist()]
+    return np.array([score.value for score in found if score is not None])
+
+
+# Baselines of text tasks that need no encoder.
+#
+# * "dictionary": the longest match of mentions in the training data (entities), or the most
+#   frequent tag of each word.
+# * "constant": the most frequent class of the training data (the yes of PubMedQA).
+# * "bag of words": logistic regression on the presence of the 2,000 most frequent words, one for
+#   each class.
+# * "word overlap": the words that two sentences share, as a part of all of theirs.
+
+_WORD = re.compile(r"\w+|[@$]\w+[$]?")
+_VOCABULARY, _PENALTY = 2000, 1e-3
+
+
+def baselines(task: TextTask, train: Sequence[TextExample], test: Sequence[TextExample]) -> Mapping[str, Predicted]:
+    """Return the predictions of each baseline that fits the task, by name."""
+    match task.kind:
+        case "entities":
+            return {"dictionary": _dictionary(train, test)}
+        case "words":
+            return {"dictionary": _frequent_tags(train, test)}
+        case "similarity":
+            return {"word overlap": [_overlap(*example.texts) for example in test]}
+        case "documents":
+            return {"bag of words": _bag_of_words(task, train, test)}
+        case "relations" | "answers":
+            constant, _ = collections.Counter(str(example.label) for example in train).most_common(1)[0]
+            if task.kind == "relations":  # the most frequent relation: "no relation" scores 0
+                names = collections.Counter(str(e.label) for e in train if e.label != task.negative)
+                constant = names.most_common(1)[0][0] if names else constant
+            return {"constant": [constant] * len(test), "bag of words": _bag_of_words(task, train, test)}
+
+
+def words_of(text: str) -> list[str]:
+    """Return the words of a text in lower case."""
+    return _WORD.findall(text.lower())
+
+
+def _dictionary(train: Sequence[TextExample], test: Sequence[TextExample]) -> Predicted:
+    mentions = {
+        tuple(word.lower() for word in example.texts[start:end])
+        for example in train
+        for start, end in entity_spans(example.label if isinstance(example.label, tuple) else ())
+    }
+    longest = max(map(len, mentions), default=0)
+    return [_matched(tuple(word.lower() for word in example.texts), mentions, longest) for example in test]
+
+
+def _matched(words: tuple[str, ...], mentions: set[tuple[str, ...]], longest: int) -> tuple[str, ...]:
+    tags, place = ["O"] * len(words), 0
+    while place < len(words):
+        lengths = range(min(longest, len(words) - place), 0, -1)
+        length = next((n for n in lengths if words[place : place + n] in mentions), 0)
+        if length:
+            tags[place : place + length] = ["B", *["I"] * (length - 1)]
+        place += max(length, 1)
+    return tuple(tags)
+
+
+def _frequent_tags(train: Sequence[TextExample], test: Sequence[TextExample]) -> Predicted:
+    counts: dict[str, collections.Counter[str]] = collections.defaultdict(collections.Counter)
+    for example in train:
+        for word, tag in zip(example.texts, example.label if isinstance(example.label, tuple) else (), strict=True):
+            counts[word.lower()][tag] += 1
+    tag_of = {word: of_word.most_common(1)[0][0] for word, of_word in counts.items()}
+    return [tuple(tag_of.get(word.lower(), "O") for word in example.texts) for example in test]
+
+
+def _overlap(first: str, second: str) -> float:
+    a, b = set(words_of(first)), set(words_of(second))
+    return len(a & b) / max(len(a | b), 1)
+
+
+def _bag_of_words(task: TextTask, train: Sequence[TextExample], test: Sequence[TextExample]) -> Predicted:
+    counts = collections.Counter(word for example in train for word in set(words_of(" ".join(example.texts))))
+    index = {word: number for number, (word, _) in enumerate(counts.most_common(_VOCABULARY))}
+    labels = [example.label if isinstance(example.label, tuple) else (example.label,) for example in train]
+    y_NL = np.array([[float(name in of_example) for name in task.labels] for of_example in labels])
+    probe = fit_logistic(_presence(train, index), y_NL, _PENALTY)
+    scores_NL = comparable_probabilities(probe, _presence(test, index), y_NL)
+    if task.kind == "documents":
+        return [tuple(name for name, p in zip(task.labels, row, strict=True) if p > 0.5) for row in scores_NL]
+    return [task.labels[int(row.argmax())] for row in scores_NL]
+
+
+def _presence(examples: Sequence[TextExample], index: Mapping[str, int]) -> torch.Tensor:
+    x_ND = torch.zeros(len(examples), len(index), dtype=torch.float64)
+    for row, example in enumerate(examples):
+        columns = {index[word] for word in words_of(" ".join(example.texts)) if word in index}
+        x_ND[row, list(columns)] = 1
+    return x_ND

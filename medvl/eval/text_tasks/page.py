@@ -5,9 +5,8 @@ from pathlib import Path
 
 from medvl.data.text_tasks.tasks import TASKS, TextExample
 from medvl.eval.core.metric_rows import MetricRow
-from medvl.eval.core.publish import PageHeader
-from medvl.eval.html.header import header_facts, headline
-from medvl.eval.html.page import Card, Cards, Deck, Page, Section, write_page
+from medvl.eval.core.results import PageHeader
+from medvl.eval.html.page import Card, Cards, Deck, Page, Section, header_facts, headline, write_page
 from medvl.eval.html.tables import Cell, Table, metric_cell
 from medvl.eval.text_tasks.evaluate import TextTaskResult
 from medvl.eval.text_tasks.metrics import entity_spans

@@ -21,16 +21,21 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from medvl.data.annotations.questions import Question
-from medvl.data.reports.laterality import swap_laterality
+from medvl.data.annotations import Question
+from medvl.data.reports.cleaning import swap_laterality
 from medvl.errors import EvaluationError
 from medvl.eval.core.metric_rows import MetricGroup, mean_metrics, measure
-from medvl.eval.core.results import Results, format_table
-from medvl.eval.vqa.answer_vocabulary import AnswerVocabulary
+from medvl.eval.core.results import Results, format_table, format_value
 from medvl.eval.vqa.baselines import QUESTION_ONLY, baselines
-from medvl.eval.vqa.predictions import Predictions
-from medvl.eval.vqa.protocol import PROTOCOL, VQAProtocol, get_protocol
-from medvl.eval.vqa.question_set import VQAData
+from medvl.eval.vqa.predictions import Predictions, VQAData
+from medvl.eval.vqa.protocol import (
+    PROTOCOL,
+    PROTOCOLS,
+    PUBLISHED_PROTOCOLS,
+    AnswerVocabulary,
+    VQAProtocol,
+    get_protocol,
+)
 
 MODEL = "model"
 """Name of the evaluated predictions among the baselines."""
@@ -271,3 +276,40 @@ def _details(evaluated: VQAData, predictions: Predictions | None, protocol: VQAP
         "without_answer": sum(not question.answer for question in questions),
         "not_predicted": None if predictions is None else sum(q.id not in predictions for q in questions),
     }
+
+
+# Evaluation of the same answers by the protocols of published numbers.
+
+_COLUMNS = ("protocol", "n", "closed n", "overall", "closed", "open", "ceiling")
+
+
+def published_protocols_table(data: VQAData, predictions: Predictions | None = None, *, split: str = "test") -> str:
+    """Return a text table with one line per protocol, medvl's first; without predictions, of the question-only model.
+
+    It has no intervals, because these numbers are only comparable to published ones, not to each other.
+    """
+    lines: list[tuple[str, ...]] = [_COLUMNS]
+    for name in (PROTOCOL, *PUBLISHED_PROTOCOLS):
+        try:
+            lines.append(_line(data, predictions, name, split))
+        except EvaluationError as error:
+            lines.append((name, *["-"] * (len(_COLUMNS) - 2), f"-  ({error})"))
+    widths = [max(len(line[column]) for line in lines) for column in range(len(_COLUMNS) - 1)]
+    system = MODEL if predictions is not None else QUESTION_ONLY
+    return "\n".join([f"{system}, by protocol:", *(_aligned(line, widths) for line in lines)])
+
+
+def _aligned(line: Sequence[str], widths: Sequence[int]) -> str:
+    name, *numbers, last = line
+    cells = [number.rjust(width) for number, width in zip(numbers, widths[1:], strict=True)]
+    return "  ".join([name.ljust(widths[0]), *cells, last])
+
+
+def _line(data: VQAData, predictions: Predictions | None, name: str, split: str) -> tuple[str, ...]:
+    result = evaluate_answers(data, predictions, protocol=name, split=split, resamples=0).results
+    subgroup = "" if predictions is not None else f"baseline: {QUESTION_ONLY}"
+    rows = {target: result.row(ACCURACY, target, subgroup) for target in ("overall", "closed", "open")}
+    sizes = str(rows["overall"].n), str(rows["closed"].n)
+    ceiling = format_value(result.row(CEILING, "overall"))
+    flaw = PROTOCOLS[name].flaw
+    return (name, *sizes, *(format_value(row) for row in rows.values()), ceiling + (f"  {flaw}" if flaw else ""))

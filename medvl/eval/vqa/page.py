@@ -6,11 +6,20 @@ from pathlib import Path
 import numpy as np
 
 from medvl.eval.core.metric_rows import MetricRow
-from medvl.eval.core.publish import PageHeader
-from medvl.eval.core.results import format_value
+from medvl.eval.core.results import PageHeader, format_value
 from medvl.eval.html import plots
-from medvl.eval.html.header import dated, hashed, headline, software
-from medvl.eval.html.page import Page, Pictures, Section, Strip, plot_picture, write_page
+from medvl.eval.html.page import (
+    Page,
+    Pictures,
+    Section,
+    Strip,
+    dated,
+    hashed,
+    headline,
+    plot_picture,
+    software,
+    write_page,
+)
 from medvl.eval.html.tables import Cell, Table, metric_cell
 from medvl.eval.vqa.baselines import QUESTION_ONLY
 from medvl.eval.vqa.evaluate import ACCURACY, CEILING, GAIN, MODEL, TYPES, VQAResult, subgroup_of

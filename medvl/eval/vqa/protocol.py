@@ -9,14 +9,120 @@ vocabulary, or that has no prediction, is wrong.
 """
 
 import dataclasses
+import hashlib
+import json
 import re
-from collections.abc import Mapping
+import unicodedata
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
 from typing import Literal
 
-from medvl.common.checks import check_choice
-from medvl.data.annotations.questions import Question
+from medvl.common.config_io import check_choice
+from medvl.data.annotations import Question
 from medvl.errors import EvaluationError
-from medvl.eval.vqa.answer_normalization import NORMALIZER, get_normalizer
+
+# Answer normalization: medvl's normalizer and those of published systems, by name.
+#
+# The published ones keep their faults, because a number can only be reproduced with its own rule:
+#
+# * `vqa_v2` (M3AE, METER, M2I2, LLaVA-Med, after the VQA v2 challenge) removes the words a, an,
+#   the anywhere, so "A/P"
+#   becomes "p" and "vitamin A" becomes "vitamin". Its table of English contractions is omitted:
+#   no answer of VQA-RAD is
+#   in it.
+# * `mevf` (MEVF, PubMedCLIP) is `vqa_v2` with "x ray" written as one word. M2I2 trains with these
+#   answers, too.
+# * `mumc` (MUMC) deletes all punctuation, so "3.5 cm" becomes "35 cm" and "cardiomegaly;edema"
+#   one word. The released
+#   rule keeps blanks at both ends, which are removed here.
+# * `lower` lowercases and strips, `raw` only strips.
+
+Normalizer = Callable[[str], str]
+
+NORMALIZER = "medvl-2"
+"""Name of `normalize_answer`; any change of its behavior requires a new name."""
+
+_NUMBERS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")
+_DIGITS = {word: str(number) for number, word in enumerate(_NUMBERS)}
+_QUOTES = re.compile(r"[\"'`\u2018\u2019\u201c\u201d]")
+_DASHES = re.compile(r"[\u2010-\u2015\u2212]")
+_X_RAY = re.compile(r"\bx[\s-]*ray(s?)\b")
+_THOUSANDS = re.compile(r"(?<=\d),(?=\d{3}(?!\d))")
+_POINTS = re.compile(r"(?<!\d)\.(?!\d)|(?<=\d)\.(?!\d)|(?<=[^\W\d])\.(?=\d)")  # all except decimal points
+_LETTER_PAIR = re.compile(r"\b([^\W\d])-([^\W\d])\b")
+_HYPHENS = re.compile(r"(?<!\ba)(?:(?<=[^\W\d])-|-(?=[^\W\d])|-(?!\d))")  # except in ranges, signs, "a-line"
+_SEPARATORS = re.compile(r"[,;:!?()\[\]{}_]")
+_SLASH = re.compile(r"\s*/\s*")
+_ARTICLE = re.compile(r"^(?:a|an|the) (?=\S)")
+
+
+def normalize_answer(text: str) -> str:
+    """Return the normalized form in which answers are compared. The function is idempotent.
+
+    Case, white space and the style of quotes and dashes are ignored. "X-ray", "x ray" and "xray" are equal. A hyphen
+    becomes a space ("T2-weighted"), between single letters a slash ("A-P"). Commas and semicolons of lists become
+    spaces. Decimals (3.5 cm), signs, ranges (3-5) and slashes (A/P) are kept. An article is removed only at the start
+    ("the right lung", not "vitamin A"), and a number word becomes a digit only if it is the complete answer ("two").
+    """
+    while (normalized := _apply_rules(text)) != text:  # a rule may make room for an earlier one: "a..0", "a-p-l"
+        text = normalized
+    return text
+
+
+def _apply_rules(text: str) -> str:
+    """Return the text after one pass of all rules."""
+    text = unicodedata.normalize("NFKC", text).lower()
+    text = _DASHES.sub("-", _QUOTES.sub("", text))
+    text = _X_RAY.sub(r"x ray\1", text)
+    text = _POINTS.sub("", _THOUSANDS.sub("", text))
+    text = _HYPHENS.sub(" ", _LETTER_PAIR.sub(r"\1/\2", text))
+    text = _SLASH.sub("/", _SEPARATORS.sub(" ", text))
+    text = " ".join(text.split())
+    while (shorter := _ARTICLE.sub("", text)) != text:
+        text = shorter
+    return _DIGITS.get(text, text)
+
+
+_SPACED = ';/[]"{}()=+\\_-><@`,?!'
+_DIGIT_COMMA = re.compile(r"\d,\d")
+_POINT = re.compile(r"\.(?!\d)")
+_VQA_WORDS = {**_DIGITS, "none": "0"}
+_MUMC_DELETED = re.compile(r"[,.'!?\"()*#:;~]")
+
+
+def _vqa_v2(text: str) -> str:
+    before = text
+    for mark in _SPACED:
+        beside_space = f"{mark} " in before or f" {mark}" in before
+        text = text.replace(mark, "" if beside_space or _DIGIT_COMMA.search(before) else " ")
+    words = [_VQA_WORDS.get(word, word) for word in _POINT.sub("", text).lower().split()]
+    return " ".join(word for word in words if word not in ("a", "an", "the"))
+
+
+def _mevf(text: str) -> str:
+    return _vqa_v2(text).replace("x ray", "xray")
+
+
+def _mumc(text: str) -> str:
+    text = _MUMC_DELETED.sub("", text.lower())
+    return text.replace("x ray", "xray").replace("x-ray", "xray").replace(" - ", "-").strip()
+
+
+NORMALIZERS: Mapping[str, Normalizer] = {
+    NORMALIZER: normalize_answer,
+    "raw": str.strip,
+    "lower": lambda text: text.strip().lower(),
+    "vqa_v2": _vqa_v2,
+    "mevf": _mevf,
+    "mumc": _mumc,
+}
+
+
+def get_normalizer(name: str) -> Normalizer:
+    """Return the normalizer of that name. Raises `EvaluationError` if there is none."""
+    check_choice(name, NORMALIZERS, "normalizer", error=EvaluationError)
+    return NORMALIZERS[name]
+
 
 Closed = Literal["field", "yes_no", "predicted"]
 Match = Literal["exact", "any_of", "part_of", "llava_med"]
@@ -163,3 +269,64 @@ def get_protocol(name: str) -> VQAProtocol:
     """Return the protocol of that name. Raises `EvaluationError` if there is none."""
     check_choice(name, PROTOCOLS, "protocol", error=EvaluationError)
     return PROTOCOLS[name]
+
+
+# Answer vocabulary of a classifier.
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class AnswerVocabulary:
+    """Normalized answers by decreasing frequency; ties in alphabetical order."""
+
+    answers: tuple[str, ...]
+    normalizer: str
+    splits: tuple[str, ...]
+    """Splits that the answers come from; empty for those of a model, which has no record of them."""
+
+    @classmethod
+    def build(cls, questions: Iterable[Question], protocol: VQAProtocol, *, min_count: int = 1) -> "AnswerVocabulary":
+        """Build the vocabulary from the splits that the protocol names, by default train alone.
+
+        `splits` are those of them that have questions.
+
+        Raises EvaluationError if they have no answer, or the protocol names none because answers are generated.
+        """
+        if not protocol.vocabulary:
+            message = f"protocol {protocol.name} has no vocabulary, because answers are generated"
+            raise EvaluationError(f"{message}; choose another protocol", "unsupported", field="protocol")
+        chosen = [question for question in questions if question.split in protocol.vocabulary]
+        counts = Counter(protocol.normalize(question.answer) for question in chosen)
+        counts.pop("", None)
+        kept = [answer for answer, count in counts.items() if count >= min_count]
+        if not kept:
+            raise EvaluationError(f"{', '.join(protocol.vocabulary)} has no answers for a vocabulary", "empty")
+        answers = sorted(kept, key=lambda answer: (-counts[answer], answer))
+        found = {question.split for question in chosen}
+        splits = tuple(split for split in protocol.vocabulary if split in found)
+        return cls(tuple(answers), protocol.normalizer, splits)
+
+    @classmethod
+    def of_model(cls, answers: Iterable[str], protocol: VQAProtocol) -> "AnswerVocabulary":
+        """Return the answers of a model, in its order, as the protocol compares them."""
+        normalized = dict.fromkeys(map(protocol.normalize, answers))
+        return cls(tuple(answer for answer in normalized if answer), protocol.normalizer, ())
+
+    def leaked(self, questions: Iterable[Question], split: str, protocol: VQAProtocol) -> tuple[str, ...]:
+        """Return the answers that are right for a question of a split and for none of the other splits."""
+        evaluated: set[str] = set()
+        others: set[str] = set()
+        for question in questions:
+            (evaluated if question.split == split else others).update(protocol.accepted(question))
+        return tuple(answer for answer in self.answers if answer in evaluated - others)
+
+    def __len__(self) -> int:
+        return len(self.answers)
+
+    def index(self) -> dict[str, int]:
+        """Return normalized answer -> class."""
+        return {answer: number for number, answer in enumerate(self.answers)}
+
+    @property
+    def fingerprint(self) -> str:
+        """Return the sha256 of the answers in order."""
+        return hashlib.sha256(json.dumps(self.answers).encode()).hexdigest()

@@ -3,7 +3,7 @@
     probability = sigmoid(slope * logit(score) + intercept)
 
 `medvl eval calibrate` fits it and writes `calibration/PROMPTS.json` into the folder of the checkpoint's evaluations
-(`medvl.eval.core.publish`); `medvl serve` and `medvl infer` read it from there. A calibration belongs to one checkpoint
+(`medvl.eval.core.results`); `medvl serve` and `medvl infer` read it from there. A calibration belongs to one checkpoint
 and one prompt set, whose hashes it holds. Probabilities hold for patients like the validation patients: with another
 prevalence they are biased.
 
@@ -24,12 +24,10 @@ import numpy as np
 from medvl.common.files import write_atomic
 from medvl.common.untrusted import parse_json
 from medvl.errors import EvaluationError
-from medvl.eval.classification.label_policy import LabelPolicy
-from medvl.eval.classification.scored_images import ScoredImages
-from medvl.eval.core.interfaces import Loader, Model
+from medvl.eval.classification.scored_images import LabelPolicy, ScoredImages
+from medvl.eval.core.full_pass import Loader, Model
 from medvl.eval.core.metrics import Array, ProbabilityColumn
-from medvl.eval.core.publish import default_folder
-from medvl.eval.core.results import checkpoint_sha256
+from medvl.eval.core.results import checkpoint_sha256, default_folder
 from medvl.eval.zero_shot_classification.evaluate import score_images
 from medvl.eval.zero_shot_classification.prompts import COMPETING, STANDARDIZED, ClassPrompts, PromptSet
 

@@ -12,7 +12,7 @@ Protocol "zero_shot", version 1:
   images.
 * Brier score and calibration error if the scores are probabilities.
 * If classes compete, top-1 accuracy over images of exactly one class.
-* Subgroups as in `medvl.eval.core.subgroups`.
+* Subgroups as in `medvl.eval.core.metric_rows`.
 * Intervals: patients are resampled with all their images, or images with `bootstrap_unit="image"`. All rows share the
   resamples.
 
@@ -31,12 +31,18 @@ import torch
 from medvl.common.label_names import renamed_labels
 from medvl.errors import EvaluationError
 from medvl.eval.classification import scored_images as scoring
-from medvl.eval.classification.label_policy import LabelPolicy
-from medvl.eval.classification.scored_images import BootstrapUnit, ClassificationResult, ScoredImages, ThresholdRule
-from medvl.eval.core.full_pass import input_hashes, samples_by_key
-from medvl.eval.core.interfaces import Loader, Model, Source
+from medvl.eval.classification.page import LIMITS, facts, headlines, sections, subtitle
+from medvl.eval.classification.scored_images import (
+    BootstrapUnit,
+    ClassificationResult,
+    LabelPolicy,
+    ScoredImages,
+    ThresholdRule,
+)
+from medvl.eval.core.full_pass import Loader, Model, Source, input_hashes, samples_by_key
 from medvl.eval.core.metric_rows import MetricGroup, measure, top1_metrics
-from medvl.eval.core.results import checkpoint_sha256
+from medvl.eval.core.results import PageHeader, checkpoint_sha256
+from medvl.eval.html.page import Page, Pixels, hashed, write_page
 from medvl.eval.zero_shot_classification.prompts import ADVICE, COMPETING, PromptSet, default_prompts, load_prompts
 from medvl.eval.zero_shot_classification.scores import predict
 
@@ -244,3 +250,51 @@ class ZeroShotEval:
         return {
             f"zero_shot/auroc{'_' if name.startswith('macro') else '/'}{name}": value for name, value in values.items()
         }
+
+
+# Page of a zero-shot evaluation: tables, curves, subgroups, and images with extreme scores.
+
+
+def write_zero_shot_page(
+    result: ZeroShotResult, path: str | Path, header: PageHeader, *, pixels: Pixels | None = None, examples: int = 3
+) -> Path:
+    """Write the page as one HTML file and return its path.
+
+    Args:
+        result: result of `zero_shot`.
+        path: path of the file; its folder is created if missing.
+        header: display names of model and data, and the date.
+        pixels: function from position to image, such as `loader.source.pixels`; None for no images.
+        examples: images of each kind per finding.
+    """
+    page = Page(
+        title=f"Zero-shot findings: {header.model}",
+        subtitle=subtitle(result, header.data),
+        headlines=headlines(result),
+        facts=facts(result, header, extra=_prompt_facts(result)),
+        sections=sections(result, pixels, examples),
+        limits=LIMITS,
+        findings=result.images.names,
+    )
+    return write_page(page, path)
+
+
+def _prompt_facts(result: ZeroShotResult) -> list[tuple[str, str]]:
+    prompts, results = result.prompts, result.results
+    return [
+        ("Prompts", hashed(f"{prompts.name}, version {prompts.version}", results.inputs.get("prompts"))),
+        ("Score", _scoring(prompts.scoring, prompts.temperature, prompts.ensemble)),
+    ]
+
+
+def _scoring(scoring: str, temperature: float, ensemble: str) -> str:
+    rule = {
+        "pair_softmax": f"softmax of positive and negative similarity, temperature {temperature:g}",
+        "class_softmax": f"softmax over the classes, temperature {temperature:g}",
+        "margin": "positive minus negative similarity",
+        "positive": "positive similarity",
+        "gloria_best_word": "GLoRIA's similarity by the best word, standardised over these images",
+        "gloria_published": "GLoRIA's published similarity, which counts characters as words, standardised over these "
+        "images",
+    }[scoring]
+    return f"{rule}; sentences by {ensemble.replace('_', ' ')}"

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from medvl.common.folders import new_folder
+from medvl.common.files import new_folder
 from medvl.errors import ConfigError
 from medvl.export.exporters.common import Exported, difference, random_ids, require_encoders, write_card
 from medvl.models.base import System

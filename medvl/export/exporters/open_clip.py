@@ -10,10 +10,10 @@ import safetensors.torch
 import torch
 from torch import Tensor, nn
 
-from medvl.common.folders import new_folder
+from medvl.common.files import new_folder
 from medvl.encoders import ImageEncoder, TextEncoder
 from medvl.encoders.presets import IMAGE_PRESETS, TEXT_PRESETS
-from medvl.encoders.text.projections import MatrixHead
+from medvl.encoders.text.adapters import MatrixHead
 from medvl.errors import ConfigError
 from medvl.export.exporters.common import Exported, difference, random_ids, random_pixels, write_card
 from medvl.models.base import System

@@ -11,14 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from medvl.common.folders import new_folder
+from medvl.common.files import new_folder
 from medvl.errors import ConfigError
 from medvl.export.exporters.common import Exported, difference, random_ids, write_card
 from medvl.export.importers.dual_encoders import MEDCLIP_RESNET_HEAD
-from medvl.export.importers.import_checkpoint import import_checkpoint
+from medvl.export.importers.import_checkpoint import find_importer, import_checkpoint
 from medvl.export.importers.importer import Importer
 from medvl.export.importers.key_map import add_copies, to_published
-from medvl.export.importers.registry import find_importer
 from medvl.models.base import System, TwoTowers
 
 IMAGE_FILE, TEXT_FILE = "image_model.pt", "text_model.pt"

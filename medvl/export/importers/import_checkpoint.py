@@ -1,6 +1,7 @@
 """Import of a published checkpoint: every entry is mapped or left out with a reason, every parameter is filled."""
 
 import dataclasses
+import difflib
 import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -11,22 +12,88 @@ import torch
 from torch import Tensor, nn
 
 import medvl
-from medvl.common.files import sha256
-from medvl.common.folders import new_folder, write_json
+from medvl.common.files import new_folder, sha256, write_json
 from medvl.common.untrusted import parse_json
 from medvl.data.tokenizer.tokenizer import Tokenizer, load_tokenizer
 from medvl.encoders import ImageEncoder, TextEncoder, create_image_encoder, create_text_encoder
 from medvl.encoders.pretrained import check_values, fitting_keys
 from medvl.encoders.weight_files import copies, file_in_folder, read_weight_file, several_sets
 from medvl.errors import CheckpointError, ConfigError, WeightsError
-from medvl.export.importers.encoders_from_shapes import Encoders, build_encoders, with_image_processor
-from medvl.export.importers.importer import Importer
+from medvl.export.importers import (
+    dual_encoders,
+    dual_encoders as biovil,
+    encoders_only,
+    fusion_encoders,
+    fusion_encoders as albef,
+    language,
+    language as report_generators,
+    lvit,
+    queries,
+    queries as statements,
+    records,
+)
+from medvl.export.importers.importer import Encoders, Importer, build_encoders, with_image_processor
 from medvl.export.importers.key_map import MappedTensors, count_covered, to_medvl, without_wrapper
-from medvl.export.importers.registry import find_importer, list_importers, matching_importers
 from medvl.models import checkpoint, create_model
-from medvl.models.allocation import AllocationLimit
 from medvl.models.base import System
-from medvl.models.weights import limited_allocation
+from medvl.models.weights import AllocationLimit, limited_allocation
+
+# All importers of published checkpoints, by name.
+
+_IMPORTERS: Mapping[str, Importer] = {
+    importer.name: importer
+    for importer in sorted(
+        (
+            *albef.ALBEF_IMPORTERS,
+            *biovil.BIOVIL_IMPORTERS,
+            *dual_encoders.IMPORTERS,
+            *fusion_encoders.IMPORTERS,
+            *records.KNOWLEDGE_IMPORTERS,
+            *report_generators.REPORT_IMPORTERS,
+            *language.IMPORTERS,
+            *lvit.IMPORTERS,
+            *records.IMPORTERS,
+            *queries.IMPORTERS,
+            *statements.STATEMENT_IMPORTERS,
+            *encoders_only.IMPORTERS,
+        ),
+        key=lambda importer: importer.name,
+    )
+}
+
+NOT_IMPORTED: Mapping[str, str] = {
+    "benchx_converters": "a table of conventions, not a file: BenchX's files are those of the systems that it names",
+}
+"""Published layouts without an importer, and the reason."""
+
+
+def list_importers() -> list[Importer]:
+    """Return all importers, sorted by name."""
+    return list(_IMPORTERS.values())
+
+
+def find_importer(name: str) -> Importer:
+    """Return the importer of that name, or of `open_clip:NAME` for any model of open_clip.
+
+    Raises:
+        ConfigError: there is no such importer; the message names similar ones.
+    """
+    family, separator, model = name.partition(":")
+    if family == "open_clip" and separator:
+        return dual_encoders.open_clip_importer(model)
+    if name in _IMPORTERS:
+        return _IMPORTERS[name]
+    if name in NOT_IMPORTED:
+        raise ConfigError(f"{name} cannot be imported: {NOT_IMPORTED[name]}", "unsupported", field="system")
+    near = difflib.get_close_matches(name, _IMPORTERS, n=3)
+    hint = f"did you mean {', '.join(near)}?" if near else f"choose one of {', '.join(_IMPORTERS)} and open_clip:NAME."
+    raise ConfigError(f"no importer is called {name!r}: {hint}", "unknown_name", field="system")
+
+
+def matching_importers(keys: Sequence[str]) -> list[str]:
+    """Return the names of the importers whose tables cover all of these keys."""
+    return [importer.name for importer in list_importers() if count_covered(keys, importer.table) == len(keys)]
+
 
 _LOG = logging.getLogger(__name__)
 REPORT, ENCODER, WEIGHTS = "import.json", "encoder.json", "model.safetensors"

@@ -6,11 +6,9 @@ The released code creates the same modules at each level and calls some of them;
 import functools
 
 from medvl.export.importers.backbones import TEXT, bert_file
-from medvl.export.importers.encoders_from_shapes import text_arguments
-from medvl.export.importers.importer import Importer
+from medvl.export.importers.importer import Importer, text_arguments
 from medvl.export.importers.key_map import KeyRule, Shapes, drop, keep
-from medvl.models.downstream.lvit import LViTConfig
-from medvl.models.downstream.lvit_network import PATCHES
+from medvl.models.downstream.lvit import PATCHES, LViTConfig
 
 _NET = "network."
 _UNUSED = "a module that the released code creates at each level and does not call here"

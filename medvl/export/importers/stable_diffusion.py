@@ -22,7 +22,7 @@ from medvl.encoders.pretrained import check_values
 from medvl.errors import WeightsError
 from medvl.export.importers.backbones import TEXT, hugging_face_clip_text
 from medvl.export.importers.key_map import counter, fixed, to_medvl
-from medvl.models.image_generation.parts import AutoencoderSizes, NoiseSchedule, UNetSizes, require_diffusers
+from medvl.models.image_generation.autoencoder import AutoencoderSizes, NoiseSchedule, UNetSizes, require_diffusers
 from medvl.models.image_generation.roentgen import RoentGen, RoentGenConfig
 
 _CLIP = "open_clip:ViT-L-14-quickgelu"

@@ -20,8 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from medvl.losses.fused import fused_if_possible
-from medvl.losses.precision import full_precision, shapes
+from medvl.losses.precision import full_precision, fused_if_possible, shapes
 
 WordPool = Literal["sum", "mean", "max"]
 

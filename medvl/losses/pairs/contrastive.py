@@ -6,12 +6,14 @@ caller gathers first (`medvl.losses.gather.gather`); these functions do not comm
 A large matrix of logits is computed in blocks (`medvl.losses.pairs.blockwise`): the same value and gradient, in memory
 that grows with B and not with its square.
 
-Reports repeat, and the images of a study share one: with `groups` (`medvl.losses.pairs.positives`), rows that agree in
+Reports repeat, and the images of a study share one: with `groups` (`medvl.losses.pairs.blockwise`), rows that agree in
 any of them are positives of each other. None of the papers does so; it is off by default.
 """
 
 from collections.abc import Sequence
+from typing import Literal, get_args
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -96,3 +98,117 @@ def _check_pairs(image_BE: Tensor, text_BE: Tensor, groups: Sequence[Tensor]) ->
         raise ValueError(
             f"groups must be ({len(image_BE)},) each, as many as pairs: got {[tuple(g.shape) for g in groups]}"
         )
+
+
+# Contrastive loss with soft targets, for images and texts that need not be pairs (MedCLIP).
+#
+#     similarity_NM = label_similarity(image_labels_NL, text_labels_ML)
+#     loss = soft_targets(gather(image_BE), gather(text_BE), similarity_NM, logit_scale)
+#
+# In a run of several ranks the caller gathers embeddings and labels first
+# (`medvl.losses.gather.gather`); these functions do not communicate.
+#
+# N images, M texts, L labels, E shared embedding dim.
+
+LabelSimilarity = Literal["dot", "clamp", "cosine"]
+
+
+def soft_targets(image_NE: Tensor, text_ME: Tensor, targets_NM: Tensor, logit_scale: Tensor | float) -> Tensor:
+    """Mean of both directions' cross-entropy with soft targets (Wang et al., MedCLIP, arXiv 2210.10163, eqs. 3 to 6).
+
+    An image's targets over all texts are the softmax of its row of `targets_NM`, a text's targets over all images the
+    softmax of its column; so each direction has targets that sum to 1, also where N and M differ.
+
+    Args:
+        image_NE, text_ME: L2-normalised by the caller. Image i and text i need not belong together.
+        targets_NM: similarities before the softmax, such as those of `label_similarity`; they get no gradient. Minus
+            infinity excludes a pair from the targets, but not every pair of a row or of a column may be excluded.
+        logit_scale: multiplies the cosines: the exponential of the parameter that models store; one number.
+
+    Returns a scalar: the mean over images plus the mean over texts, halved. 0 with a zero gradient without an image or
+    without a text. Raises ValueError on inconsistent shapes.
+    """
+    logit_scale = one_number("logit_scale", logit_scale)
+    fits = image_NE.ndim == text_ME.ndim == 2 and image_NE.shape[1] == text_ME.shape[1]
+    if not fits or targets_NM.shape != (len(image_NE), len(text_ME)):
+        got = shapes(image_NE, text_ME, targets_NM)
+        raise ValueError(f"expected images (N, E), texts (M, E) and targets (N, M), got {got}")
+    with full_precision(image_NE):
+        logits_NM = logit_scale * image_NE.float() @ text_ME.float().T
+        targets_NM = targets_NM.detach().float()
+        image_to_text = F.cross_entropy(logits_NM, targets_NM.softmax(dim=1), reduction="sum")
+        text_to_image = F.cross_entropy(logits_NM.T, targets_NM.T.softmax(dim=1), reduction="sum")
+        return (image_to_text / max(len(image_NE), 1) + text_to_image / max(len(text_ME), 1)) / 2
+
+
+def multi_positive(logits_NM: Tensor, positive_NM: Tensor, ignored_NM: Tensor | None = None) -> Tensor:
+    """Mean of both directions' cross-entropy, whose targets are equal shares among the positives of a row or a column.
+
+    Args:
+        logits_NM: any dimensions before N and M, over which the mean is taken.
+        positive_NM: bool. Rows, and columns, without any positive do not count.
+        ignored_NM: bool: pairs that are left out of the comparison unless they are positive; None: none.
+
+    Returns a scalar: 0 with a zero gradient without a positive pair. Raises ValueError on inconsistent shapes.
+    """
+    if positive_NM.ndim != 2 or logits_NM.shape[-2:] != positive_NM.shape:
+        raise ValueError(f"expected logits (..., N, M) and positives (N, M), got {shapes(logits_NM, positive_NM)}")
+    logits_NM, positive_NM = logits_NM.float(), positive_NM.bool()
+    if ignored_NM is not None:
+        logits_NM = logits_NM.masked_fill(ignored_NM.bool() & ~positive_NM, torch.finfo(torch.float32).min)
+
+    def direction(dim: int) -> Tensor:
+        count_N1 = positive_NM.sum(dim=dim, keepdim=True)
+        share_NM = positive_NM / count_N1.clamp(min=1)
+        entropy_N1 = (share_NM * logits_NM.log_softmax(dim).masked_fill(~positive_NM, 0.0)).sum(dim, keepdim=True)
+        return -entropy_N1.flatten(-2).sum(dim=-1).mean() / (count_N1 > 0).sum().clamp(min=1)
+
+    return (direction(-1) + direction(-2)) / 2
+
+
+def multi_hot(logits_NM: Tensor, positive_NM: Tensor, ignored_NM: Tensor | None = None) -> Tensor:
+    """Sum of both directions' cross-entropy with targets of 1 for every positive, over N x M (MAVL's released code).
+
+    A row with ten positives weighs more than ten with one, because its targets sum to ten.
+
+    Args:
+        logits_NM, positive_NM: as in `multi_positive`.
+        ignored_NM: bool: pairs that are left out; rows without any other do not count in N. None: none.
+
+    Returns a scalar: 0 with a zero gradient without a positive pair. Raises ValueError on inconsistent shapes.
+    """
+    if positive_NM.ndim != 2 or logits_NM.shape[-2:] != positive_NM.shape:
+        raise ValueError(f"expected logits (..., N, M) and positives (N, M), got {shapes(logits_NM, positive_NM)}")
+    logits_NM, positive_NM = logits_NM.float(), positive_NM.bool()
+    rows = torch.tensor(len(positive_NM), device=logits_NM.device)
+    if ignored_NM is not None:
+        ignored_NM = ignored_NM.bool() & ~positive_NM
+        rows = (~ignored_NM).any(dim=1).sum()
+        logits_NM = logits_NM.masked_fill(ignored_NM, torch.finfo(torch.float32).min)
+    both_NM = logits_NM.log_softmax(-1) + logits_NM.log_softmax(-2)
+    total = both_NM.masked_fill(~positive_NM, 0.0).sum(dim=(-2, -1)).mean()
+    return -total / (rows.clamp(min=1) * positive_NM.shape[1])
+
+
+def label_similarity(image_labels_NL: Tensor, text_labels_ML: Tensor, kind: LabelSimilarity = "cosine") -> Tensor:
+    """Return (N, M) float32: the similarity of the labels of every image and every text, without gradient.
+
+    Args:
+        image_labels_NL, text_labels_ML: values of the labels as they are multiplied, such as 1 for a positive one and 0
+            for all others; NaN counts as 0.
+        kind: "cosine", as in MedCLIP's paper (equation 3); "dot", the product that its released code takes, under
+            which the softmax is nearly one-hot for samples with many labels; "clamp", the product limited to
+            [-1, 1], as that code's documentation says. A sample without any label has a similarity of 0 to all.
+
+    Raises ValueError on different numbers of labels, or on an unknown kind.
+    """
+    if kind not in get_args(LabelSimilarity):
+        raise ValueError(f"kind must be one of {', '.join(get_args(LabelSimilarity))}, got {kind!r}")
+    if image_labels_NL.ndim != 2 or text_labels_ML.ndim != 2 or image_labels_NL.shape[1] != text_labels_ML.shape[1]:
+        raise ValueError(f"expected labels (N, L) and (M, L), got {shapes(image_labels_NL, text_labels_ML)}")
+    with full_precision(image_labels_NL):
+        image_NL, text_ML = (labels.detach().float().nan_to_num(0.0) for labels in (image_labels_NL, text_labels_ML))
+        if kind == "cosine":
+            image_NL, text_ML = F.normalize(image_NL, dim=1), F.normalize(text_ML, dim=1)
+        similarity_NM = image_NL @ text_ML.T
+        return similarity_NM.clamp(-1.0, 1.0) if kind == "clamp" else similarity_NM

@@ -68,7 +68,7 @@ def random_pairs(same_BB: Tensor, generator: torch.Generator) -> MatchingPairs:
     of the rows, fewer than half are negatives.
 
     Args:
-        same_BB: bool, True where two rows belong together (`medvl.losses.pairs.positives.same_pairs`).
+        same_BB: bool, True where two rows belong together (`medvl.losses.pairs.blockwise.same_pairs`).
         generator: generator on the CPU or on the device. A CPU generator gives the same pairs on every device.
 
     Raises ValueError unless `same_BB` is square.
@@ -94,7 +94,7 @@ def hard_pairs(similarity_BB: Tensor, same_BB: Tensor, generator: torch.Generato
 
     Args:
         similarity_BB: logits, temperature applied, images in rows and texts in columns; no gradient is taken.
-        same_BB: bool, True where two rows belong together (`medvl.losses.pairs.positives.same_pairs`).
+        same_BB: bool, True where two rows belong together (`medvl.losses.pairs.blockwise.same_pairs`).
         generator: generator on the CPU or on the device.
         floor: added to every probability of the softmax over a whole row, before the rows that are not allowed are left
             out; MUMC and BLIP add 1e-4.

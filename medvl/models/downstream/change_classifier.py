@@ -10,16 +10,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from medvl.common.checks import check_labels, check_within
-from medvl.common.config_io import from_dict
+from medvl.common.config_io import check_labels, check_within, from_dict
 from medvl.data.tokenizer.tokenizer import Tokenizer
 from medvl.encoders import freeze_batch_norm_statistics, parameter_groups
 from medvl.errors import ConfigError
-from medvl.models.base import System, SystemConfig, update_mean
+from medvl.models.base import System, SystemConfig, evaluating, update_mean
 from medvl.models.checkpoint import load
 from medvl.models.dual_encoders.bases.base import DualEncoder
-from medvl.models.dual_encoders.parts.temporal import SupportsPriors
-from medvl.models.eval_mode import evaluating
+from medvl.models.dual_encoders.biovil_t import SupportsPriors
 from medvl.models.registry import register_system, system
 from medvl.schema import CHANGES, Batch, Inputs, Losses
 

@@ -7,13 +7,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from medvl import losses
-from medvl.common.checks import check_choice
+from medvl.common.config_io import check_choice
 from medvl.data.loading.dense_targets import DenseBatch
 from medvl.data.tokenizer.tokenizer import Tokenizer
 from medvl.data.transforms.image import EvalTransform
 from medvl.encoders import ImageEncoder
-from medvl.models.downstream.dense_base import DenseConfig, DenseModel, init_prior
-from medvl.models.downstream.mask_model import MaskModel
+from medvl.models.downstream.dense_base import DenseConfig, DenseModel, MaskModel, init_prior
 from medvl.models.registry import register_system
 from medvl.schema import Batch, Losses
 

@@ -8,14 +8,13 @@ import torch
 from torch import Tensor, nn
 
 from medvl import losses
-from medvl.common.checks import check_choice, check_within
+from medvl.common.config_io import check_choice, check_within
 from medvl.encoders import ImageEncoder, TextEncoder
 from medvl.errors import ConfigError
 from medvl.losses.gather import gather
 from medvl.losses.local.gloria import gloria_contrast
 from medvl.losses.precision import full_precision
-from medvl.models.dual_encoders.bases.base import Positives
-from medvl.models.dual_encoders.bases.bert import BertDualConfig
+from medvl.models.dual_encoders.bases.base import BertDualConfig, Positives
 from medvl.models.dual_encoders.bases.local import local_features
 from medvl.models.dual_encoders.bases.pairs import Pairs, gather_side
 from medvl.models.dual_encoders.bases.sentences import SentenceDualEncoder

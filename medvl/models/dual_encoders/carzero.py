@@ -10,13 +10,20 @@ from torch import Tensor, nn
 from medvl.encoders import ImageEncoder, TextEncoder
 from medvl.losses.gather import gather
 from medvl.losses.local.statements import statement_contrast
-from medvl.losses.pairs.positives import same_pairs
+from medvl.losses.pairs.blockwise import same_pairs
 from medvl.models.dual_encoders.bases.base import Positives
-from medvl.models.dual_encoders.bases.local import LocalDualConfig, local_features
-from medvl.models.dual_encoders.bases.padded_words import PaddedWords, PaddedWordsConfig
+from medvl.models.dual_encoders.bases.local import (
+    LocalDualConfig,
+    PaddedWords,
+    PaddedWordsConfig,
+    local_features,
+    pair_scores,
+    score_head,
+    unnormalized,
+    with_global,
+)
 from medvl.models.dual_encoders.bases.pairs import Pairs
-from medvl.models.dual_encoders.parts.pair_scores import pair_scores, score_head, unnormalized, with_global
-from medvl.models.dual_encoders.parts.query_decoder import QueryDecoder, QueryDecoderConfig
+from medvl.models.dual_encoders.bases.queries import QueryDecoder, QueryDecoderConfig
 from medvl.models.registry import register_system
 from medvl.schema import Embeddings, Losses
 

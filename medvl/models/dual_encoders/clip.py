@@ -8,14 +8,20 @@ import torch
 from torch import Tensor
 
 from medvl import losses
-from medvl.common.checks import check_within
+from medvl.common.config_io import check_within
 from medvl.data.tokenizer.tokenizer import Tokenizer
 from medvl.encoders.pretrained import check_values
 from medvl.errors import ConfigError, WeightsError
-from medvl.models.dual_encoders.bases.base import Positives
-from medvl.models.dual_encoders.bases.build import create_clip_encoders, create_heads, load_text_head, read_whole_model
+from medvl.models.dual_encoders.bases.base import (
+    LearnedScale,
+    Positives,
+    ScaleConfig,
+    create_clip_encoders,
+    create_heads,
+    load_text_head,
+    read_whole_model,
+)
 from medvl.models.dual_encoders.bases.pairs import Pairs, gather_global
-from medvl.models.dual_encoders.bases.scale import LearnedScale, ScaleConfig
 from medvl.models.registry import register_system
 from medvl.schema import Losses
 

@@ -7,10 +7,9 @@ from typing import Any, Literal
 from torch import nn
 
 from medvl import losses
-from medvl.common.checks import check_within
+from medvl.common.config_io import check_within
 from medvl.encoders import ImageEncoder, TextEncoder
-from medvl.models.dual_encoders.bases.base import Positives, projection_head
-from medvl.models.dual_encoders.bases.bert import BertDualConfig, BertDualEncoder
+from medvl.models.dual_encoders.bases.base import BertDualConfig, BertDualEncoder, Positives, projection_head
 from medvl.models.dual_encoders.bases.pairs import Pairs, gather_global
 from medvl.models.registry import register_system
 from medvl.schema import Losses

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from medvl import losses
-from medvl.common.checks import check_within
+from medvl.common.config_io import check_within
 from medvl.losses.gather import gather
 from medvl.losses.local.gloria import WordPool, gloria_attention, gloria_similarity
 from medvl.models.dual_encoders.bases.local import LocalDualConfig, LocalDualEncoder, local_contrast, local_features

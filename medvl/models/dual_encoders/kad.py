@@ -10,11 +10,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from medvl import losses
-from medvl.common.checks import check_choice, check_within
+from medvl.common.config_io import check_choice, check_within
 from medvl.common.label_names import spoken_name
 from medvl.data.reports.statements import stated_name
 from medvl.encoders import ImageEncoder, TextEncoder
-from medvl.encoders.text.projections import knowledge_head
+from medvl.encoders.text.adapters import knowledge_head
 from medvl.losses.gather import gather
 from medvl.models.base import complete_rows
 from medvl.models.dual_encoders.bases.queries import QueryConfig, QueryEncoder

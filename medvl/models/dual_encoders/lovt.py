@@ -6,12 +6,12 @@ from typing import Any, Literal
 from torch import Tensor, nn
 
 from medvl import losses
-from medvl.common.checks import check_within
+from medvl.common.config_io import check_within
 from medvl.encoders import ImageEncoder, TextEncoder
 from medvl.losses.gather import gather
 from medvl.models.dual_encoders.bases.local import LocalDualConfig, local_features
-from medvl.models.dual_encoders.bases.local_sentences import LocalSentenceEncoder
 from medvl.models.dual_encoders.bases.pairs import Pairs
+from medvl.models.dual_encoders.bases.sentences import LocalSentenceEncoder
 from medvl.models.dual_encoders.parts.attention import AttentionPool, CrossAttention, attention_weights
 from medvl.models.dual_encoders.parts.heads import BatchNormHead
 from medvl.models.registry import register_system

@@ -9,12 +9,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from medvl.common.checks import check_choice, check_within
-from medvl.data.reports.aspects import ASPECTS, describe_aspects
+from medvl.common.config_io import check_choice, check_within
+from medvl.data.reports.entities import ASPECTS, describe_aspects
 from medvl.encoders import ImageEncoder, TextEncoder
 from medvl.errors import ConfigError
 from medvl.losses.gather import gather
-from medvl.losses.pairs.soft_targets import multi_hot, multi_positive
+from medvl.losses.pairs.contrastive import multi_hot, multi_positive
 from medvl.models.dual_encoders.medklip import MedKLIP, MedKLIPConfig
 from medvl.models.dual_encoders.parts.attention import PositionedPool
 from medvl.models.registry import register_system
@@ -29,7 +29,7 @@ class MAVLConfig(MedKLIPConfig):
     """
 
     aspects: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
-    """Name of an entity -> its seven sentences, in the order of `medvl.data.reports.aspects.ASPECTS`; of others, those
+    """Name of an entity -> its seven sentences, in the order of `medvl.data.reports.entities.ASPECTS`; of others, those
     of `describe_aspects`. The definition is taken from `descriptions`."""
     pool_heads: int = 8
     """Heads of the attention that makes the image's vector of its grid."""

@@ -8,12 +8,11 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor, nn
 
-from medvl.common.checks import check_choice, check_within
+from medvl.common.config_io import check_choice, check_within
 from medvl.encoders import ImageEncoder, TextEncoder, freeze_batch_norm_statistics
-from medvl.losses.pairs.soft_targets import LabelSimilarity, label_similarity, soft_targets
-from medvl.models.dual_encoders.bases.bert import BertDualConfig, BertDualEncoder
+from medvl.losses.pairs.contrastive import LabelSimilarity, label_similarity, soft_targets
+from medvl.models.dual_encoders.bases.base import BertDualConfig, BertDualEncoder, LearnedScale, ScaleConfig
 from medvl.models.dual_encoders.bases.pairs import Pairs
-from medvl.models.dual_encoders.bases.scale import LearnedScale, ScaleConfig
 from medvl.models.registry import register_system
 from medvl.schema import POSITIVE, Batch, Embeddings, Inputs, Losses
 

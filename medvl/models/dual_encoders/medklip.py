@@ -8,15 +8,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from medvl.common.checks import check_within
+from medvl.common.config_io import check_within
 from medvl.data.reports.entities import PLACES
 from medvl.encoders import ImageEncoder, TextEncoder
 from medvl.errors import ConfigError
 from medvl.losses.gather import mean_over_ranks
 from medvl.losses.precision import full_precision
 from medvl.models.base import EncoderArguments
-from medvl.models.dual_encoders.bases.queries import QueryConfig, QueryEncoder
-from medvl.models.dual_encoders.parts.query_book import QueryBook
+from medvl.models.dual_encoders.bases.queries import QueryBook, QueryConfig, QueryEncoder
 from medvl.models.registry import register_system
 from medvl.schema import Batch, Embeddings, Inputs
 

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from medvl import losses
-from medvl.common.checks import check_within
+from medvl.common.config_io import check_within
 from medvl.encoders import ImageEncoder, TextEncoder
 from medvl.models.base import EncoderArguments
 from medvl.models.dual_encoders.bases.local import LocalDualConfig, LocalDualEncoder, local_features

@@ -8,12 +8,11 @@ import torch
 from torch import Tensor, nn
 
 from medvl import encoders
-from medvl.common.checks import check_choice, check_weights, check_within
+from medvl.common.config_io import check_choice, check_weights, check_within
 from medvl.encoders import ImageEncoder, TextEncoder
 from medvl.errors import ConfigError
 from medvl.losses import SeparableCritic, information_bound
-from medvl.models.dual_encoders.bases.base import Positives
-from medvl.models.dual_encoders.bases.bert import BertDualConfig
+from medvl.models.dual_encoders.bases.base import BertDualConfig, Positives
 from medvl.models.dual_encoders.bases.local import local_features
 from medvl.models.dual_encoders.bases.pairs import Pairs, gather_side, negatives
 from medvl.models.dual_encoders.bases.sentences import SentenceDualEncoder

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from medvl import encoders, losses
-from medvl.common.checks import check_within
+from medvl.common.config_io import check_within
 from medvl.models.dual_encoders.clip import CLIP, CLIPConfig
 from medvl.models.registry import register_system
 

@@ -8,15 +8,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from medvl.common.checks import check_within
-from medvl.models.base import EncoderArguments, Parts
-from medvl.models.bert_init import init_weights
-from medvl.models.fusion_encoders.bases.region_model import RegionConfig, RegionHead, RegionModel
+from medvl.common.config_io import check_within
+from medvl.models.base import EncoderArguments, Parts, init_weights
+from medvl.models.fusion_encoders.bases.region_model import (
+    MaskedObjectLabels,
+    MaskedRegionFeatures,
+    RegionConfig,
+    RegionHead,
+    RegionInput,
+    RegionMask,
+    RegionModel,
+)
 from medvl.models.fusion_encoders.objectives.base import Corruption, Encoded, Objective
-from medvl.models.fusion_encoders.objectives.regions import MaskedObjectLabels, MaskedRegionFeatures
 from medvl.models.fusion_encoders.parts.attention_masks import keep_first, padding_mask
 from medvl.models.fusion_encoders.parts.encoder import AttentionMaps, Fused, Pooler, Tokens
-from medvl.models.fusion_encoders.parts.regions import RegionInput, RegionMask
 from medvl.models.fusion_encoders.parts.transformer import Attention, FeedForward, SelfAttentionLayer, Sizes
 from medvl.models.registry import register_system
 from medvl.schema import Batch

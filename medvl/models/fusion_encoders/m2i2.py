@@ -5,10 +5,10 @@ from typing import Unpack
 
 from torch import Tensor
 
-from medvl.common.checks import check_within
+from medvl.common.config_io import check_within
 from medvl.encoders import ImageEncoder, TextEncoder
 from medvl.encoders.presets import CLIP_MEAN, CLIP_STD
-from medvl.losses.masked.mim import PatchMask
+from medvl.losses.masked import PatchMask
 from medvl.models.base import EncoderArguments, Parts
 from medvl.models.fusion_encoders.albef import ALBEF, ALBEFConfig
 from medvl.models.fusion_encoders.objectives.base import Corruption

@@ -5,11 +5,11 @@ from typing import Unpack
 
 from torch import Tensor
 
-from medvl.common.checks import check_within
+from medvl.common.config_io import check_within
 from medvl.encoders import ImageEncoder, TextEncoder, freeze_batch_norm_statistics
-from medvl.losses.masked.mim import PatchMask
+from medvl.losses.masked import PatchMask
 from medvl.models.base import Parts
-from medvl.models.fusion_encoders.bases.encoders import check_pixels
+from medvl.models.fusion_encoders.bases.base import check_pixels
 from medvl.models.fusion_encoders.objectives.patches import MaskedImageModeling
 from medvl.models.fusion_encoders.parts.encoder import Tokens
 from medvl.models.fusion_encoders.parts.heads import Patches, PixelDecoder, PixelDecoderConfig

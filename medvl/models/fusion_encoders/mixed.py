@@ -6,11 +6,11 @@ from typing import Unpack
 import torch
 from torch import Tensor
 
-from medvl.common.checks import check_within
+from medvl.common.config_io import check_within
 from medvl.encoders import ImageEncoder, TextEncoder
-from medvl.losses.masked.mim import blank
+from medvl.losses.masked import blank
 from medvl.models.base import EncoderArguments, Parts
-from medvl.models.fusion_encoders.bases.encoders import check_pixels
+from medvl.models.fusion_encoders.bases.base import check_pixels
 from medvl.models.fusion_encoders.objectives.base import Corruption, Encoded
 from medvl.models.fusion_encoders.objectives.patches import MultiScaleMaskedImageModeling
 from medvl.models.fusion_encoders.parts.encoder import Tokens

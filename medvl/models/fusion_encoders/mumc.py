@@ -5,13 +5,12 @@ from typing import Unpack
 
 from torch import nn
 
-from medvl.common.checks import check_within
+from medvl.common.config_io import check_within
 from medvl.encoders import ImageEncoder, TextEncoder
 from medvl.encoders.presets import CLIP_MEAN, CLIP_STD
-from medvl.models.base import EncoderArguments, Parts
-from medvl.models.bert_init import init_weights
+from medvl.models.base import EncoderArguments, Parts, init_weights
 from medvl.models.fusion_encoders.albef import ALBEF, ALBEFConfig
-from medvl.models.fusion_encoders.objectives.contrast import UnimodalContrast
+from medvl.models.fusion_encoders.objectives.base import UnimodalContrast
 from medvl.models.registry import register_system
 
 

@@ -4,9 +4,9 @@ import dataclasses
 
 from torch import Tensor
 
-from medvl.common.checks import check_within
+from medvl.common.config_io import check_within
+from medvl.models.fusion_encoders.bases.base import FusionConfig
 from medvl.models.fusion_encoders.bases.bert_stream import BertStream
-from medvl.models.fusion_encoders.bases.config import FusionConfig
 from medvl.models.fusion_encoders.parts.inputs import sample_tokens
 from medvl.models.registry import register_system
 from medvl.schema import ImageFeatures

@@ -7,18 +7,17 @@ import torch
 from torch import Tensor
 
 from medvl import losses
-from medvl.common.checks import check_within
+from medvl.common.config_io import check_within
 from medvl.encoders import TextEncoder
 from medvl.encoders.regions import RegionEncoder
 from medvl.errors import ConfigError
 from medvl.losses.gather import gather
 from medvl.models.base import Parts, complete_rows
-from medvl.models.fusion_encoders.objectives.base import AlignedEncoded, Corruption
-from medvl.models.fusion_encoders.objectives.contrast import ImageTextContrast
+from medvl.models.fusion_encoders.objectives.base import AlignedEncoded, Corruption, ImageTextContrast
 from medvl.models.fusion_encoders.parts.encoder import Fused, Tokens
 from medvl.models.fusion_encoders.parts.heads import ContrastHead
-from medvl.models.fusion_encoders.parts.inputs import ImageSource
-from medvl.models.fusion_encoders.parts.prompts import (
+from medvl.models.fusion_encoders.parts.inputs import (
+    ImageSource,
     PromptPool,
     encode_between,
     fill,

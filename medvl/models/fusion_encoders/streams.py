@@ -9,13 +9,11 @@ from typing import Any, Unpack
 
 from torch import Tensor, nn
 
-from medvl.common.checks import check_within
+from medvl.common.config_io import check_within
 from medvl.encoders import TextEncoder
 from medvl.encoders.regions import RegionEncoder
-from medvl.models.base import EncoderArguments, Parts
-from medvl.models.bert_init import init_weights
-from medvl.models.fusion_encoders.bases.config import StreamConfig, check_attention
-from medvl.models.fusion_encoders.bases.masked_matching import MaskedMatchingModel
+from medvl.models.base import EncoderArguments, Parts, init_weights
+from medvl.models.fusion_encoders.bases.base import MaskedMatchingModel, StreamConfig, check_attention
 from medvl.models.fusion_encoders.parts.attention_masks import Attention
 from medvl.models.fusion_encoders.parts.encoder import (
     AttentionMaps,

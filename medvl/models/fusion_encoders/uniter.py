@@ -5,18 +5,23 @@ from typing import Any, Unpack
 
 from torch import Tensor, nn
 
-from medvl.common.checks import check_within
+from medvl.common.config_io import check_within
 from medvl.common.seeding import derive
-from medvl.models.base import Parts
-from medvl.models.bert_init import LAYER_NORM_EPS
+from medvl.models.base import LAYER_NORM_EPS, Parts
 from medvl.models.fusion_encoders.bases.bert_stream import BertStream
-from medvl.models.fusion_encoders.bases.region_model import RegionConfig, RegionHead, RegionModel, TiedRegionHead
-from medvl.models.fusion_encoders.objectives.alignment import WordPatchAlignment
-from medvl.models.fusion_encoders.objectives.base import Corruption, Encoded, Objective
-from medvl.models.fusion_encoders.objectives.regions import MaskedRegionClassification, MaskedRegionRegression
+from medvl.models.fusion_encoders.bases.region_model import (
+    MaskedRegionClassification,
+    MaskedRegionRegression,
+    RegionConfig,
+    RegionHead,
+    RegionInput,
+    RegionMask,
+    RegionModel,
+    TiedRegionHead,
+)
+from medvl.models.fusion_encoders.objectives.base import Corruption, Encoded, Objective, WordPatchAlignment
 from medvl.models.fusion_encoders.parts.encoder import Tokens
 from medvl.models.fusion_encoders.parts.inputs import ImageSource
-from medvl.models.fusion_encoders.parts.regions import RegionInput, RegionMask
 from medvl.models.registry import register_system
 from medvl.schema import Batch
 

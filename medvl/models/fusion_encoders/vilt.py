@@ -6,15 +6,14 @@ from typing import Any, Self, Unpack
 
 from torch import Tensor, nn
 
-from medvl.common.checks import check_within
+from medvl.common.config_io import check_within
 from medvl.data.tokenizer.tokenizer import Tokenizer
 from medvl.encoders import ImageEncoder
 from medvl.errors import ConfigError
-from medvl.models.base import EncoderArguments, Parts
-from medvl.models.bert_init import init_weights
-from medvl.models.fusion_encoders.bases.config import FusionConfig
-from medvl.models.fusion_encoders.bases.joint_stream import JointStream
-from medvl.models.fusion_encoders.objectives.alignment import WordPatchAlignment
+from medvl.models.base import EncoderArguments, Parts, init_weights
+from medvl.models.fusion_encoders.bases.base import FusionConfig
+from medvl.models.fusion_encoders.bases.bert_stream import JointStream
+from medvl.models.fusion_encoders.objectives.base import WordPatchAlignment
 from medvl.models.fusion_encoders.parts.encoder import Tokens
 from medvl.models.fusion_encoders.parts.inputs import encode_present, sample_tokens
 from medvl.models.fusion_encoders.parts.transformer import attention_weights

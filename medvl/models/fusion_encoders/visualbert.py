@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from medvl.encoders import TextEncoder
 from medvl.encoders.pretrained import Pretrained
 from medvl.models.base import Parts
+from medvl.models.fusion_encoders.bases.base import FusionConfig
 from medvl.models.fusion_encoders.bases.bert_stream import IMAGE_TYPE, BertStream
-from medvl.models.fusion_encoders.bases.config import FusionConfig
 from medvl.models.fusion_encoders.objectives.base import Corruption, Encoded
 from medvl.models.fusion_encoders.parts.inputs import ImageSource
 from medvl.models.registry import register_system

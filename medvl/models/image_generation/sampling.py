@@ -10,10 +10,10 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
-from medvl.common.checks import check_choice, check_within
+from medvl.common.config_io import check_choice, check_within
 from medvl.errors import ConfigError
+from medvl.models.image_generation.autoencoder import NoiseSchedule, require_diffusers, to_grey
 from medvl.models.image_generation.latent_diffusion import LatentDiffusion
-from medvl.models.image_generation.parts import NoiseSchedule, require_diffusers, to_grey
 
 Sampler = Literal["ddim", "dpm", "pndm"]
 

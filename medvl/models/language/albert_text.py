@@ -6,8 +6,8 @@ from typing import Any
 from medvl.data.transforms.text_sequences import PairTask
 from medvl.encoders import TextEncoder
 from medvl.errors import ConfigError
+from medvl.models.base import WordHead
 from medvl.models.language.base import LanguageConfig, LanguageModel
-from medvl.models.masked_words import WordHead
 from medvl.models.registry import register_system
 
 

@@ -5,6 +5,7 @@ B batch, T text tokens, N masked positions, V vocabulary, D width.
 
 import dataclasses
 import functools
+from collections.abc import Iterable
 from typing import Any, ClassVar, Self, Unpack
 
 import torch
@@ -12,20 +13,40 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from medvl import losses
-from medvl.common.checks import check_choice, check_within
+from medvl.common.config_io import check_choice, check_within
 from medvl.data.tokenizer.tokenizer import Tokenizer
 from medvl.data.transforms.image import EvalTransform
 from medvl.data.transforms.mlm_masking import MaskedText, MaskingDraw, TextMasking
 from medvl.data.transforms.text_sequences import PairTask, TextBatch, TextSequences
 from medvl.encoders import TextEncoder, create_text_encoder
-from medvl.errors import ConfigError
-from medvl.losses.masked.mlm import IGNORED, masked_positions
+from medvl.encoders.presets import TEXT_PRESETS
+from medvl.encoders.pretrained import Pretrained, read_source
+from medvl.errors import ConfigError, WeightsError
+from medvl.losses.masked import IGNORED, masked_positions
 from medvl.losses.precision import mean_of
-from medvl.models.base import EncoderArguments, Parts, System, SystemConfig
-from medvl.models.bert_init import init_weights
-from medvl.models.language.start import load_under_new_vocabulary
-from medvl.models.masked_words import WordHead, text_masking
+from medvl.models.base import EncoderArguments, Parts, System, SystemConfig, WordHead, init_weights, text_masking
 from medvl.schema import Batch, Losses
+
+# An old text encoder under a new vocabulary.
+
+_TABLE = "word_embeddings.weight"
+
+
+def load_under_new_vocabulary(encoder: TextEncoder, name: str, source: Pretrained) -> None:
+    """Load weights of an encoder with another vocabulary; the table of words of `encoder` stays as it is.
+
+    Raises WeightsError where the weights are not available, have no table of words, or do not fit.
+    """
+    preset = TEXT_PRESETS.get(name)
+    published, note = (preset.weights, preset.note) if preset else (None, "")
+    file, tensors = read_source(name, source, published, note)
+    tables = [tensor for key, tensor in tensors.items() if key.endswith(_TABLE)]
+    if not tables:
+        raise WeightsError(f"{file} has no table of words ({_TABLE})", "mismatch")
+    arguments: dict[str, Any] = {**encoder.config, "name": name, "vocab_size": tables[0].shape[0]}
+    old = create_text_encoder(**arguments, pretrained=source).state_dict()
+    own = encoder.state_dict()
+    encoder.load_state_dict({key: own[key] if key.endswith(_TABLE) else old[key] for key in own})
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -260,3 +281,52 @@ def check_text_batch(batch: Batch) -> TextBatch:
         message = f"expected a batch of open_text_loader(source, model.sequences, ...), got a {type(batch).__name__}"
         raise ConfigError(message, "wrong_type", field="batch")
     return batch
+
+
+# Masked words on held-out text: accuracy, with the most frequent token as a baseline.
+
+
+class MaskedWordScore:
+    """Evaluator of a language model for training runs.
+
+    Args:
+        batches: validation batches, of an `open_text_loader` with `train=False`: masks are the same in every pass.
+
+    Calling it with a model returns
+
+        masked/accuracy        share of the masked tokens that get the highest score
+        masked/unigram         share of the most frequent one among them: accuracy of a constant prediction
+        masked/perplexity      exponential of the mean cross-entropy
+        pairs/accuracy         of the task on pairs, if the model has one
+    """
+
+    def __init__(self, batches: Iterable[Batch]) -> None:
+        self.batches = batches
+
+    @torch.no_grad()
+    def __call__(self, model: Any) -> dict[str, float]:
+        counts_V = torch.zeros(model.text_encoder.vocab_size, dtype=torch.int64)
+        totals_5 = torch.zeros(5, dtype=torch.float64)  # right, masked, entropy, pairs right, pairs
+        for held_out in self.batches:
+            batch = check_text_batch(held_out.to(model.device))
+            masked = model.mask(batch)
+            position_N = masked_positions(masked.labels_BT)
+            target_N = masked.labels_BT.flatten()[position_N]
+            states_BTD = model.text_encoder(masked.ids_BT, batch.mask_BT, types_BT=batch.types_BT).tokens_BTD
+            logits_NV = model.score_words(states_BTD.flatten(0, 1)[position_N]).float()
+            right = (logits_NV.argmax(dim=1) == target_N).sum()
+            entropy = torch.nn.functional.cross_entropy(logits_NV, target_N, reduction="sum")
+            row = [right, torch.tensor(len(target_N)), entropy, torch.tensor(0), torch.tensor(0)]
+            if model.pair_head is not None:
+                has_B = batch.pair_B >= 0
+                answer_B = model.score_pairs(states_BTD[:, 0]).argmax(dim=1)
+                row[3:] = [(answer_B == batch.pair_B)[has_B].sum(), has_B.sum()]
+            totals_5 += torch.stack([value.double().cpu() for value in row])
+            counts_V += torch.bincount(target_N, minlength=len(counts_V)).cpu()
+        right, masked_count, entropy, pairs_right, pairs = totals_5.tolist()
+        scores = {
+            "masked/accuracy": right / max(masked_count, 1),
+            "masked/unigram": int(counts_V.max()) / max(masked_count, 1),
+            "masked/perplexity": float(torch.tensor(entropy / max(masked_count, 1)).exp()),
+        }
+        return scores | ({"pairs/accuracy": pairs_right / max(pairs, 1)} if model.pair_head is not None else {})

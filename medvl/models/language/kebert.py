@@ -11,15 +11,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from medvl import losses
-from medvl.common.checks import check_within
+from medvl.common.config_io import check_within
 from medvl.data.tokenizer.tokenizer import Tokenizer
-from medvl.data.transforms.concept_pairs import ConceptPairs
 from medvl.data.transforms.image import EvalTransform
+from medvl.data.transforms.text_sequences import ConceptPairs
 from medvl.encoders import TextEncoder, create_text_encoder
-from medvl.encoders.text.projections import knowledge_head
+from medvl.encoders.text.adapters import knowledge_head
 from medvl.errors import ConfigError
 from medvl.losses.gather import gather
-from medvl.losses.pairs.positives import name_ids
+from medvl.losses.pairs.blockwise import name_ids
 from medvl.models.base import System
 from medvl.models.language.base import TextModelConfig
 from medvl.models.registry import register_system

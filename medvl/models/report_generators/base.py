@@ -4,14 +4,18 @@ Letters: as in `medvl.schema`; V words, K complete samples.
 """
 
 import abc
+import math
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from medvl.errors import ConfigError
 from medvl.models.base import System, complete_rows, update_mean, zero_loss
+from medvl.models.fusion_encoders.parts.attention_masks import open_empty_rows, padding_mask
 from medvl.models.fusion_encoders.parts.encoder import Tokens
+from medvl.models.fusion_encoders.parts.transformer import KeysValues, Sizes, split_heads
 from medvl.models.text_decoding import Decoding, Generated, NextToken, search
 from medvl.schema import Batch, Losses
 
@@ -88,3 +92,180 @@ class ReportGenerator(System):
             pad_id=tokenizer.pad_id,
             never=[] if tokenizer.unk_id is None else [tokenizer.unk_id],
         )
+
+
+# Pre-norm Transformer layers with the norm of R2Gen's code, with caches for writing.
+#
+# Letters: B samples, R rows that are written (those of a sample side by side), N tokens, Q
+# queries, P image tokens, T new tokens, W tokens written before, K = W + T, M memory slots, D
+# width.
+
+_EPS, _SMALLEST_VARIANCE = 1e-6, 1e-12
+_PERIODS, _INITIAL_BIAS = 10_000.0, 0.1
+
+
+def standardize(states: Tensor) -> Tensor:
+    """Subtract the mean of the last axis and divide by its unbiased standard deviation plus 1e-6, never in 16 bits.
+
+    PyTorch's LayerNorm divides by the square root of the biased variance plus its epsilon.
+    """
+    states = states.to(torch.promote_types(states.dtype, torch.float32))
+    deviation = states.var(dim=-1, keepdim=True).clamp(min=_SMALLEST_VARIANCE).sqrt()
+    return (states - states.mean(dim=-1, keepdim=True)) / (deviation + _EPS)
+
+
+class Norm(nn.Module):
+    """`standardize` with a learned scale and shift."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.ones(width)), nn.Parameter(torch.zeros(width))
+
+    def forward(self, states: Tensor) -> Tensor:
+        """Return a tensor of the same shape."""
+        return self.weight * standardize(states) + self.bias
+
+
+class ConditionalNorm(nn.Module):
+    """Norm whose scale and shift depend on the memory (R2Gen, section 2.3): gamma + MLP(m), beta + MLP(m)."""
+
+    def __init__(self, width: int, slots: int) -> None:
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.ones(width)), nn.Parameter(torch.zeros(width))
+        self.weight_change, self.bias_change = (
+            nn.Sequential(nn.Linear(slots * width, width), nn.ReLU(), nn.Linear(width, width)) for _ in range(2)
+        )
+        for name, parameter in self.named_parameters():
+            if name.endswith(("change.0.bias", "change.2.bias")):
+                nn.init.constant_(parameter, _INITIAL_BIAS)
+
+    def forward(self, states_RTD: Tensor, memory_RTMD: Tensor) -> Tensor:
+        """(R, T, D), from the memory after each token."""
+        flat = memory_RTMD.flatten(2)
+        weight_RTD, bias_RTD = self.weight + self.weight_change(flat), self.bias + self.bias_change(flat)
+        return weight_RTD * standardize(states_RTD) + bias_RTD
+
+
+class Attention(nn.Module):
+    """Multi-head attention without residual and norm."""
+
+    def __init__(self, width: int, heads: int, dropout: float) -> None:
+        super().__init__()
+        self.heads, self.dropout = heads, dropout
+        self.query, self.key, self.value, self.out = (nn.Linear(width, width) for _ in range(4))
+
+    def keys_values(self, context_BND: Tensor) -> KeysValues:
+        """Project tokens to keys and values, (B, heads, N, D / heads) each."""
+        return split_heads(self.key(context_BND), self.heads), split_heads(self.value(context_BND), self.heads)
+
+    def attend(self, states_BQD: Tensor, kept: KeysValues, mask_BQK: Tensor | None = None) -> Tensor:
+        """(B, Q, D): attend to keys and values where the mask is True; a query with an empty mask to all."""
+        attended_BHQd = F.scaled_dot_product_attention(
+            split_heads(self.query(states_BQD), self.heads),
+            *kept,
+            attn_mask=None if mask_BQK is None else open_empty_rows(mask_BQK)[:, None],
+            dropout_p=self.dropout if self.training else 0.0,
+        )
+        attended_BQD: Tensor = self.out(attended_BHQd.transpose(1, 2).flatten(2))
+        return attended_BQD
+
+
+class FeedForward(nn.Sequential):
+    """Linear, ReLU, dropout, linear."""
+
+    def __init__(self, sizes: Sizes) -> None:
+        inner, outer = nn.Linear(sizes.width, sizes.intermediate), nn.Linear(sizes.intermediate, sizes.width)
+        super().__init__(inner, nn.ReLU(), nn.Dropout(sizes.dropout), outer)
+
+
+class EncoderLayer(nn.Module):
+    """Self-attention and feed-forward, each after a norm."""
+
+    def __init__(self, sizes: Sizes) -> None:
+        super().__init__()
+        self.attention = Attention(sizes.width, sizes.heads, sizes.dropout)
+        self.feed_forward = FeedForward(sizes)
+        self.norms = nn.ModuleList(Norm(sizes.width) for _ in range(2))
+        self.dropout = nn.Dropout(sizes.dropout)
+
+    def forward(self, states_BND: Tensor, mask_B1N: Tensor | None) -> Tensor:
+        """(B, N, D) to the same shape."""
+        normed_BND = self.norms[0](states_BND)
+        kept = self.attention.keys_values(normed_BND)
+        states_BND = states_BND + self.dropout(self.attention.attend(normed_BND, kept, mask_B1N))
+        fed_BND: Tensor = states_BND + self.dropout(self.feed_forward(self.norms[1](states_BND)))
+        return fed_BND
+
+
+class ImageLayers(nn.Module):
+    """The encoder: layers and a final norm."""
+
+    def __init__(self, sizes: Sizes) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(EncoderLayer(sizes) for _ in range(sizes.layers))
+        self.norm = Norm(sizes.width)
+
+    def forward(self, tokens: Tokens) -> Tokens:
+        """Return encoded tokens; padding is not attended to."""
+        states_BND, mask_B1N = tokens.states_BND, padding_mask(tokens.mask_BN)
+        for layer in self.layers:
+            states_BND = layer(states_BND, mask_B1N)
+        return Tokens(self.norm(states_BND), tokens.mask_BN)
+
+
+class WritingState(NamedTuple):
+    """Cache of a decoder between two steps."""
+
+    read: tuple[KeysValues, ...]
+    """Keys and values of the image, by layer: B rows."""
+    read_mask_B1P: Tensor | None
+    written: tuple[KeysValues, ...] | None
+    """Keys and values of the text so far, by layer: R rows. None: nothing is written."""
+    memory_RMD: Tensor
+
+    def rows(self, index_R: Tensor) -> "WritingState":
+        """Select rows by index; each must stay with its sample."""
+        written = None if self.written is None else tuple((k[index_R], v[index_R]) for k, v in self.written)
+        return self._replace(written=written, memory_RMD=self.memory_RMD[index_R])
+
+
+class DecoderLayer(nn.Module):
+    """Attention to the text so far and to the image, feed-forward; each after a norm that depends on the memory."""
+
+    def __init__(self, sizes: Sizes, slots: int) -> None:
+        super().__init__()
+        self.attention = Attention(sizes.width, sizes.heads, sizes.dropout)
+        self.cross_attention = Attention(sizes.width, sizes.heads, sizes.dropout)
+        self.feed_forward = FeedForward(sizes)
+        self.norms = nn.ModuleList(ConditionalNorm(sizes.width, slots) for _ in range(3))
+        self.dropout = nn.Dropout(sizes.dropout)
+
+    def forward(
+        self,
+        states_RTD: Tensor,
+        memory_RTMD: Tensor,
+        written: KeysValues | None,
+        mask_RTK: Tensor | None,
+        read: KeysValues,
+        read_mask_B1P: Tensor | None,
+    ) -> tuple[Tensor, KeysValues]:
+        """Return the states (R, T, D), and the keys and values of all tokens written so far."""
+        normed_RTD = self.norms[0](states_RTD, memory_RTMD)
+        kept = self.attention.keys_values(normed_RTD)
+        if written is not None:
+            kept = torch.cat([written[0], kept[0]], dim=2), torch.cat([written[1], kept[1]], dim=2)
+        states_RTD = states_RTD + self.dropout(self.attention.attend(normed_RTD, kept, mask_RTK))
+        normed_RTD = self.norms[1](states_RTD, memory_RTMD)
+        # Queries do not attend to each other here, so all rows of a sample share its keys and values.
+        together_BQD = normed_RTD.reshape(len(read[0]), -1, normed_RTD.shape[2])
+        crossed_BQD = self.cross_attention.attend(together_BQD, read, read_mask_B1P)
+        states_RTD = states_RTD + self.dropout(crossed_BQD.view_as(states_RTD))
+        states_RTD = states_RTD + self.dropout(self.feed_forward(self.norms[2](states_RTD, memory_RTMD)))
+        return states_RTD, kept
+
+
+def sines(place_T: Tensor, width: int) -> Tensor:
+    """(T, D): sines in even and cosines in odd columns (Vaswani et al., arXiv 1706.03762, section 3.5)."""
+    rate_F = torch.exp(torch.arange(0, width, 2, device=place_T.device) * (-math.log(_PERIODS) / width))
+    angle_TF = place_T[:, None] * rate_F
+    return torch.stack([angle_TF.sin(), angle_TF.cos()], dim=2).flatten(1)

@@ -8,9 +8,13 @@ import dataclasses
 
 import numpy as np
 
-from medvl.phantom.language.captions import compose_caption, compose_references
-from medvl.phantom.language.sentences import pick
-from medvl.phantom.language.slice_captions import compose_slice_caption, compose_slice_references
+from medvl.phantom.language.captions import (
+    compose_caption,
+    compose_references,
+    compose_slice_caption,
+    compose_slice_references,
+)
+from medvl.phantom.language.reports import pick
 from medvl.phantom.population.slices import Slice, sample_slice
 from medvl.phantom.population.world import Patient, Study, View
 from medvl.phantom.seeds import generator

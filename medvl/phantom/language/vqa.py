@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Sequence
 import numpy as np
 
 from medvl.phantom.language.lexicon import NAMES
-from medvl.phantom.language.sentences import pick
+from medvl.phantom.language.reports import pick
 from medvl.phantom.population.findings import Finding, truth_labels
 from medvl.phantom.population.slices import ORGANS, Slice, sample_slice
 from medvl.phantom.population.world import Patient, View

@@ -14,7 +14,7 @@ from pydicom.pixels import get_encoder
 from pydicom.uid import UID
 
 from medvl.phantom.population.world import Patient, Study, View
-from medvl.phantom.rendering.film import WHITE
+from medvl.phantom.rendering.scene import WHITE
 from medvl.phantom.seeds import generator
 
 _STREAM = 96

@@ -15,20 +15,60 @@ import json
 import math
 import multiprocessing
 import os
+import zipfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+from xml.sax.saxutils import escape
 
 import cv2
 from tqdm import tqdm
 
 from medvl.common.files import write_atomic
-from medvl.common.interrupts import interrupts_blocked
+from medvl.common.process import interrupts_blocked
 from medvl.errors import ConfigError, CorpusError
-from medvl.phantom.layouts.workbook import workbook_bytes
 from medvl.phantom.population.world import MAX_PATIENTS, Patient, Study, View, World
 from medvl.phantom.rendering.ground_truth import boxes
 from medvl.phantom.seeds import generator
+
+# Workbooks (.xlsx) of the phantom's releases.
+
+
+def workbook_bytes(header: Sequence[str], rows: Iterable[Sequence[object]]) -> bytes:
+    """Return an .xlsx workbook with one sheet of text cells."""
+    lines = []
+    for number, row in enumerate([header, *rows], start=1):
+        cells = "".join(
+            f'<c r="{chr(65 + column)}{number}" t="inlineStr"><is><t>{escape(str(value))}</t></is></c>'
+            for column, value in enumerate(row)
+        )
+        lines.append(f'<row r="{number}">{cells}</row>')
+    main, package = (
+        f"http://schemas.openxmlformats.org/{name}" for name in ("spreadsheetml/2006/main", "package/2006")
+    )
+    office = "http://schemas.openxmlformats.org/officeDocument/2006/relationships"
+    kind = "application/vnd.openxmlformats-officedocument.spreadsheetml"
+    parts = {
+        "[Content_Types].xml": f'<Types xmlns="{package}/content-types"><Default Extension="rels" '
+        'ContentType="application/vnd.openxmlformats-package.relationships+xml"/>'
+        '<Default Extension="xml" ContentType="application/xml"/>'
+        f'<Override PartName="/xl/workbook.xml" ContentType="{kind}.sheet.main+xml"/>'
+        f'<Override PartName="/xl/worksheets/sheet1.xml" ContentType="{kind}.worksheet+xml"/></Types>',
+        "_rels/.rels": f'<Relationships xmlns="{package}/relationships"><Relationship Id="rId1" Type="{office}/'
+        'officeDocument" Target="xl/workbook.xml"/></Relationships>',
+        "xl/workbook.xml": f'<workbook xmlns="{main}" xmlns:r="{office}"><sheets><sheet name="Sheet1" sheetId="1" '
+        'r:id="rId1"/></sheets></workbook>',
+        "xl/_rels/workbook.xml.rels": f'<Relationships xmlns="{package}/relationships"><Relationship Id="rId1" Type="'
+        f'{office}/worksheet" Target="worksheets/sheet1.xml"/></Relationships>',
+        "xl/worksheets/sheet1.xml": f'<worksheet xmlns="{main}"><sheetData>{"".join(lines)}</sheetData></worksheet>',
+    }
+    content = io.BytesIO()
+    with zipfile.ZipFile(content, "w", zipfile.ZIP_DEFLATED) as book:
+        for name, text in parts.items():
+            part = zipfile.ZipInfo(name)  # with a fixed date: the same seed gives the same bytes
+            book.writestr(part, f'<?xml version="1.0" encoding="UTF-8" standalone="yes"?>\n{text}')
+    return content.getvalue()
+
 
 GENERATOR_VERSION = 1
 """Incremented with every change of the output for a seed."""
@@ -54,7 +94,7 @@ class Options:
     frontal_only: bool = False
     """Leave out lateral views; the frontal ones are the same."""
     site: int = 0
-    """Hospital whose devices took the images (`medvl.phantom.population.exposure.at_site`); patients are the same."""
+    """Hospital whose devices took the images (`medvl.phantom.population.world.at_site`); patients are the same."""
     distractors: int = 0
     """Largest number of opacities in an image that look like those of the mask and are not in it."""
 

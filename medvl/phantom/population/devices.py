@@ -5,7 +5,7 @@ import dataclasses
 import numpy as np
 
 from medvl.phantom.geometry import Points, ellipse, ribbon, spline
-from medvl.phantom.population.finding_sites import MIDLINE_DEVICES, Part
+from medvl.phantom.population.findings import MIDLINE_DEVICES, Part
 from medvl.phantom.population.frontal_anatomy import Chest, FrontalLung, sign
 from medvl.phantom.population.lateral_anatomy import LateralLung, lateral_heart, sternum, trachea
 

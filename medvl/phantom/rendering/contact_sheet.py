@@ -9,8 +9,7 @@ from numpy.typing import NDArray
 
 from medvl.common.files import write_atomic
 from medvl.errors import ConfigError
-from medvl.phantom.population.finding_sites import PART_SAMPLERS
-from medvl.phantom.population.findings import RENDERED_LABELS, SEVERITIES, Finding
+from medvl.phantom.population.findings import PART_SAMPLERS, RENDERED_LABELS, SEVERITIES, Finding
 from medvl.phantom.population.world import View, World, sample_view
 from medvl.phantom.rendering.draw import draw
 from medvl.phantom.rendering.ground_truth import boxes

@@ -1,19 +1,73 @@
 """Drawing of views and slices."""
 
+from collections.abc import Mapping, Sequence
+
 import cv2
 import numpy as np
 from numpy.typing import NDArray
 
 from medvl.errors import ConfigError
-from medvl.phantom.geometry import Surface
-from medvl.phantom.population.slices import Slice
+from medvl.phantom.geometry import Image, Points, Surface, ellipse
+from medvl.phantom.population.slices import MODALITIES, Slice
 from medvl.phantom.population.world import View
-from medvl.phantom.rendering.ct_mr_slices import draw_slice
-from medvl.phantom.rendering.film import WHITE, collimate, develop, draw_markers
 from medvl.phantom.rendering.findings import draw_findings, fractured_bones
 from medvl.phantom.rendering.frontal import frontal_scene
 from medvl.phantom.rendering.lateral import lateral_scene
+from medvl.phantom.rendering.scene import WHITE, collimate, develop, draw_markers, random_crop, white_noise
 from medvl.phantom.seeds import generator
+
+# Drawing of axial CT and MR slices, which give questions about modality, plane and organ several
+# answers.
+#
+# A slice consists of ellipses in centimetres, each of one tissue, and round masses. x grows
+# towards the patient's left (the right of the image), y towards the back. The shapes are
+# plausible, not anatomically accurate.
+
+_TISSUES = {
+    "air": (0.0, 0.02), "lung": (0.09, 0.05), "fat": (0.30, 0.62), "fluid": (0.40, 0.96), "muscle": (0.52, 0.36),
+    "brain": (0.50, 0.52), "liver": (0.58, 0.42), "spleen": (0.60, 0.60), "kidney": (0.66, 0.70), "blood": (0.63, 0.12),
+    "bone": (1.0, 0.07), "mass": (0.86, 0.90),
+}  # fmt: skip
+"""Brightness in CT and in T2-weighted MR."""
+Region = tuple[str, float, float, float, float]
+"""Tissue, centre x and y, radii."""
+_ORGANS: Mapping[str, tuple[Region, ...]] = {
+    "head": (
+        ("fat", 0, 0, 7.6, 9.4), ("bone", 0, 0, 7.2, 9.0), ("brain", 0, 0, 6.5, 8.3),
+        ("fluid", -1.1, -1.0, 0.6, 2.4), ("fluid", 1.1, -1.0, 0.6, 2.4),
+    ),
+    "chest": (
+        ("fat", 0, 0, 17.5, 12.0), ("muscle", 0, 0, 16.3, 10.8), ("lung", -8.2, -0.4, 6.2, 8.6),
+        ("lung", 8.2, -0.4, 6.2, 8.6), ("blood", 1.6, -3.2, 4.8, 4.2), ("bone", 0, -10.3, 1.6, 0.6),
+        ("bone", 0, 6.8, 2.0, 1.8), ("blood", 2.8, 5.4, 1.2, 1.2),
+    ),
+    "abdomen": (
+        ("fat", 0, 0, 17.0, 12.5), ("muscle", 0, 0, 15.4, 10.9), ("fat", 0, -1.0, 14.0, 9.0),
+        ("liver", -7.0, -1.6, 6.2, 7.2), ("spleen", 9.6, 1.8, 3.4, 4.4), ("kidney", -6.6, 6.0, 2.2, 2.6),
+        ("kidney", 6.6, 6.0, 2.2, 2.6), ("bone", 0, 6.6, 2.2, 1.9), ("blood", 1.0, 3.6, 1.1, 1.1),
+    ),
+}  # fmt: skip
+
+
+def draw_slice(part: Slice, size: int = 512) -> NDArray[np.uint16]:
+    """Draw a slice as a 12-bit image (size, size), 0 to 4095; sizes differ only in their noise."""
+    surface = Surface(part.camera, part.camera.shape(size))
+    rng = generator(*part.key, 1)
+    masses: list[Region] = [("mass", m.x, m.y, m.diameter / 2, m.diameter / 2) for m in part.masses]
+    image_HW = np.zeros(surface.shape_HW, np.float32)
+    for tissue, outline in _outlines([*_ORGANS[part.organ], *masses], part.stretch):
+        level = _TISSUES[tissue][MODALITIES.index(part.modality)] * float(rng.uniform(0.94, 1.06))
+        cover_HW = surface.fill([outline]).astype(np.float32) / 255
+        image_HW += cover_HW * (level - image_HW)
+    image_HW = surface.blur(image_HW, 0.09)
+    noise_HW: Image = random_crop(white_noise(), image_HW.shape[:2], rng)
+    cv2.addWeighted(image_HW, 1.0, noise_HW, 0.02, 0.0, dst=image_HW)
+    return (np.clip(image_HW, 0.0, 1.0) * WHITE + 0.5).astype(np.uint16)
+
+
+def _outlines(regions: Sequence[Region], stretch: tuple[float, float]) -> list[tuple[str, Points]]:
+    return [(tissue, ellipse((x, y), (rx, ry), points=48) * stretch) for tissue, x, y, rx, ry in regions]
+
 
 _MIN_PIXELS_PER_CM = 10.0  # smaller images are drawn at this resolution and reduced, to keep thin lines thin
 

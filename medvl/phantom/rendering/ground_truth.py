@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from medvl.phantom.geometry import Canvas, Points, Surface, ellipse
 from medvl.phantom.population.devices import DEVICES, frontal_device, lateral_device
-from medvl.phantom.population.finding_sites import Part
+from medvl.phantom.population.findings import Part
 from medvl.phantom.population.frontal_anatomy import SIDES, heart_outline, mediastinum_outline
 from medvl.phantom.population.lateral_anatomy import great_vessels, lateral_heart
 from medvl.phantom.population.world import View

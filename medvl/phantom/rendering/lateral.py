@@ -7,8 +7,8 @@ from medvl.phantom.geometry import Points, Surface, ellipse
 from medvl.phantom.population import lateral_anatomy as anatomy
 from medvl.phantom.population.frontal_anatomy import Chest
 from medvl.phantom.population.lateral_anatomy import LateralLung
+from medvl.phantom.rendering.frontal import grow_tree, stroke_tree
 from medvl.phantom.rendering.scene import Scene
-from medvl.phantom.rendering.vessels import grow_tree, stroke_tree
 
 
 def lateral_scene(chest: Chest, surface: Surface, rng: np.random.Generator) -> Scene:

@@ -6,13 +6,54 @@ depth, about 1 for the chest wall. Layers without sharp edges are coarse (see `g
 once.
 """
 
+import functools
 from collections.abc import Sequence
 
 import cv2
 import numpy as np
+import simplejpeg
+from numpy.typing import NDArray
 
-from medvl.phantom.geometry import Canvas, Image, Points, Surface
-from medvl.phantom.rendering.noise import fractal_noise, fractal_noise_uint8, random_crop
+from medvl.phantom.geometry import Camera, Canvas, Image, Points, Surface
+from medvl.phantom.population.world import Exposure, Marker
+
+# Noise fields, generated once per process and cropped at random for every image.
+
+_SIDE = 1024
+
+
+@functools.cache
+def white_noise() -> Image:
+    """Return white Gaussian noise with sigma 1, (1024, 1024); always the same."""
+    return np.random.Generator(np.random.PCG64(20240)).standard_normal((_SIDE, _SIDE), dtype=np.float32)
+
+
+@functools.cache
+def fractal_noise(octaves: int = 4) -> Image:
+    """Return fractal noise from 0 to 1, (1024, 1024), with features of 64 pixels and less; always the same."""
+    rng = np.random.Generator(np.random.PCG64(octaves))
+    total: Image = np.zeros((_SIDE, _SIDE), np.float32)
+    for octave in range(octaves):
+        cells = 16 << octave
+        coarse = rng.standard_normal((cells, cells), dtype=np.float32)
+        total += cv2.resize(coarse, (_SIDE, _SIDE), interpolation=cv2.INTER_CUBIC) / 1.6**octave
+    total -= total.min()
+    return total / total.max()
+
+
+@functools.cache
+def fractal_noise_uint8() -> Canvas:
+    """Return fractal noise of five octaves, 0 to 255."""
+    return (255 * fractal_noise(5)).astype(np.uint8)
+
+
+def random_crop(field_HW: Image, shape_HW: tuple[int, int], rng: np.random.Generator, zoom: float = 1.0) -> Image:
+    """Return a random crop (at most the whole field), resized to `shape_HW`; a pixel of it becomes `zoom` pixels."""
+    height, width = (min(_SIDE, max(2, round(side / zoom))) for side in shape_HW)
+    top, left = int(rng.random() * (_SIDE - height + 1)), int(rng.random() * (_SIDE - width + 1))
+    crop = field_HW[top : top + height, left : left + width]
+    return crop if crop.shape == shape_HW else cv2.resize(crop, shape_HW[::-1], interpolation=cv2.INTER_LINEAR)
+
 
 _SOLID, _BRONCHI = 0.80, 0.12
 """Optical depth of these canvases at 255."""
@@ -97,3 +138,63 @@ class Scene:
             cv2.addWeighted(self.bronchi, -_BRONCHI / 255, total, 1.0, 0.0, dst=total, dtype=cv2.CV_32F)
         surface.blur(total, max(0.045, 0.6 / surface.pixels_per_cm), total)  # blur of the detector and of motion
         return np.maximum(total, 0.0, out=total)
+
+
+# Conversion of optical depth to an image: exposure, noise, collimation, markers.
+
+WHITE = 4095
+"""The brightest value of a 12-bit image."""
+
+
+def develop(depth_HW: Image, exposure: Exposure, surface: Surface, rng: np.random.Generator) -> Image:
+    """Convert optical depth to brightness from 0 to 1, dense tissue bright; modifies `depth_HW` in place."""
+    if exposure.equalize:
+        small = cv2.resize(depth_HW, surface.coarse.shape_HW[::-1])
+        slow = surface.enlarge(surface.coarse.blur(small, 3.5))
+        cv2.addWeighted(depth_HW, 1.0, slow, -0.5 * exposure.equalize, 0.0, dst=depth_HW)
+        np.maximum(depth_HW, 0.0, out=depth_HW)
+    shade = cv2.exp(np.multiply(depth_HW, -exposure.penetration, out=depth_HW), dst=depth_HW)
+    bright = np.subtract(1.0, shade, out=shade)
+    curve = cv2.addWeighted(bright, exposure.contrast, bright, 0.0, 1.0 - exposure.contrast)
+    cv2.multiply(bright, curve, dst=bright)
+    noise = random_crop(white_noise(), bright.shape[:2], rng)
+    cv2.addWeighted(noise, exposure.noise, noise, 0.0, 1.0, dst=curve)
+    cv2.multiply(bright, curve, dst=bright, scale=1.0 - exposure.black)
+    return np.add(bright, exposure.black, out=bright)
+
+
+def collimate(image_HW: Image, exposure: Exposure) -> None:
+    """Set the collimated borders to 0 in place."""
+    height, width = image_HW.shape
+    top, right, bottom, left = exposure.collimation
+    image_HW[: round(top * height)] = 0
+    image_HW[height - round(bottom * height) :] = 0
+    image_HW[:, : round(left * width)] = 0
+    image_HW[:, width - round(right * width) :] = 0
+
+
+def draw_markers(image_HW: Image, markers: tuple[Marker, ...], camera: Camera) -> None:
+    """Draw the lead letters in place."""
+    height, width = image_HW.shape
+    pixels_per_cm = min(height, width) / camera.field
+    for marker in markers:
+        canvas = np.zeros(image_HW.shape, np.uint8)
+        scale = marker.height * pixels_per_cm / 22  # cv2's letters are 22 pixels high at scale 1
+        weight = max(1, round(0.16 * marker.height * pixels_per_cm))
+        origin = (round(marker.x * width), round(marker.y * height))
+        cv2.putText(canvas, marker.text, origin, cv2.FONT_HERSHEY_SIMPLEX, scale, 250, weight, cv2.LINE_AA)
+        cv2.max(image_HW, canvas.astype(np.float32) / 255, dst=image_HW)
+
+
+# Encoding of 12-bit images as 8-bit files.
+
+
+def encode_jpeg(image_HW: NDArray[np.uint16]) -> bytes:
+    """Return a 12-bit image as an 8-bit grey JPEG of quality 95."""
+    grey_HW1 = np.ascontiguousarray((image_HW >> 4).astype(np.uint8)[..., None])
+    return simplejpeg.encode_jpeg(grey_HW1, quality=95, colorspace="GRAY")
+
+
+def encode_png(image_HW: NDArray[np.uint16]) -> bytes:
+    """Return a 12-bit image as an 8-bit grey PNG."""
+    return cv2.imencode(".png", (image_HW >> 4).astype(np.uint8))[1].tobytes()

@@ -10,21 +10,120 @@ import itertools
 import os
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
 
+from medvl.common.process import peak_resident_bytes
 from medvl.common.seeding import preserve_generators
 from medvl.data.loading.loader import Loader, SampleDataset
-from medvl.data.loading.profile import Stages, time_stages
+from medvl.data.loading.profile import STAGES, Stages, time_stages
 from medvl.errors import ConfigError
 from medvl.schema import Batch
-from medvl.train.doctor.timers import flops_per_sample, matmul_flops, peak_memory, seconds_each, seconds_of, synchronize
 from medvl.train.loop.trainer import Training
+from medvl.train.optim.optimizer import Precision
 from medvl.train.parallel.distributed import cpu_cores, join, machine_settings
-from medvl.train.run import Run
+from medvl.train.run import Run, Settings
+
+# Timers and counters of operations and memory.
+
+COUNTED = 8
+"""Samples whose operations are counted: all but the similarity matrix of a contrastive loss grows with the batch."""
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until the device has finished all queued work."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def seconds_each(function: Callable[[int], object], device: torch.device, seconds: float, least: int = 3) -> float:
+    """Return the mean time of `function(0)`, `function(1)`, ..., called for `seconds` and at least `least` times.
+
+    The device is synchronised at the start and the end only, so that calls overlap as in a run.
+    """
+    synchronize(device)
+    started, calls = time.perf_counter(), 0
+    while calls < least or time.perf_counter() - started < seconds:
+        function(calls)
+        calls += 1
+    synchronize(device)
+    return (time.perf_counter() - started) / calls
+
+
+def seconds_of(function: Callable[[], object], device: torch.device) -> float:
+    """Return the time of one call, including its work on the device."""
+    synchronize(device)
+    started = time.perf_counter()
+    function()
+    synchronize(device)
+    return time.perf_counter() - started
+
+
+def matmul_flops(device: torch.device, precision: Precision, seconds: float = 1.0) -> float:
+    """Return the operations per second of a large matrix product in the precision of the run: a reachable ceiling.
+
+    The matrices are 8,192 squared on a GPU and 1,536 squared on a CPU. The fastest product within `seconds` counts,
+    because other programs may use the machine.
+    """
+    size = 8192 if device.type == "cuda" else 1536
+    generator = torch.Generator(device).manual_seed(0)
+    left, right = (torch.randn(size, size, device=device, generator=generator) for _ in range(2))
+    with precision.autocast():
+        left, right = (left @ right).mul(1 / size), right  # converts to the dtype of products in the run
+        right = right.to(left.dtype)
+        out = left @ right
+        best, until = float("inf"), time.perf_counter() + seconds
+        while time.perf_counter() < until or best == float("inf"):
+            best = min(best, seconds_of(lambda: torch.mm(left, right, out=out), device))
+    return 2 * size**3 / best
+
+
+def flops_per_sample(model: nn.Module, batch: Batch, precision: Precision) -> float:
+    """Return the operations per sample of forward and backward pass, multiply and add as two, as counted by torch.
+
+    Only matrix products and convolutions count. Attention is counted in its unfused form, without the recomputation of
+    a fused kernel. The model is called uncompiled, and its gradients are cleared afterwards.
+    """
+    few = first_rows(batch, COUNTED)
+    return count_operations(lambda: model.forward(few).total, model, precision) / len(few)
+
+
+def count_operations(loss: Callable[[], Tensor], model: nn.Module, precision: Precision) -> int:
+    """Return the operations of a loss of a model and of its backward pass, counted as `flops_per_sample` does."""
+    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
+        with precision.autocast():
+            value = loss()
+        value.backward()
+    for parameter in model.parameters():
+        parameter.grad = None
+    return counter.get_total_flops()
+
+
+def first_rows(batch: Batch, count: int) -> Batch:
+    """Return the first samples of a batch; the complete batch where samples share images."""
+    if batch.image_of_B is not None:
+        return batch
+    size = len(batch)
+
+    def cut(value: Any) -> Any:
+        return value[:count] if isinstance(value, Tensor | list) and len(value) == size else value
+
+    fields = dataclasses.fields(batch)
+    return dataclasses.replace(batch, **{field.name: cut(getattr(batch, field.name)) for field in fields})
+
+
+def peak_memory(device: torch.device) -> int:
+    """Return the peak memory so far in bytes: allocated on a GPU, resident on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return peak_resident_bytes()
+
 
 _KEPT_UPDATES = 4
 """Updates whose batches are kept on the device to measure the step alone."""
@@ -216,3 +315,136 @@ def _real_tokens(masks: Sequence[Tensor]) -> float:
     """Return the fraction of real tokens; 1.0 without padding or without text."""
     positions = sum(mask_BT.numel() for mask_BT in masks)
     return sum(int(mask_BT.sum()) for mask_BT in masks) / positions if positions else 1.0
+
+
+# Diagnosis of an examination: the part that limits the run, and options that would help.
+
+Limit = Literal["disk", "decode", "augmentation", "text", "loading", "transfer", "compute", "cores"]
+
+_LABELS: dict[Limit, str] = {
+    "disk": "disk: reading the shards",
+    "decode": "decode: JSON and images",
+    "augmentation": "augmentation of the images",
+    "text": "text: choosing and tokenising",
+    "loading": "loading: its stages are unknown",
+    "transfer": "transfer to the GPU",
+    "compute": "compute: the step itself",
+    "cores": "cores: loader and step share them",
+}
+_SLOW_TRANSFER = 0.1
+"""Fraction of a step's time from which the transfer of its batches is reported as the limit."""
+_GOOD_EFFICIENCY = 0.95
+"""Efficiency below which loader and step compete for cores."""
+_MUCH_PADDING = 0.7
+"""Fraction of real tokens below which padding is mentioned."""
+_FREE_MEMORY = 0.5
+"""Fraction of the GPU's memory below which a larger batch is suggested."""
+
+
+def limit(exam: Examination) -> Limit:
+    """Return the part that limits the speed of the run.
+
+    `cores`: each part alone is fast enough, but they compete for CPU cores. `loading`: the loader, with unknown stages.
+    """
+    if exam.loader_rate < exam.model_rate:
+        return slowest_stage(exam)
+    update = exam.pairs / exam.model_rate
+    if exam.transfer_seconds > _SLOW_TRANSFER * update:
+        return "transfer"
+    if exam.device == "CPU" and exam.efficiency < _GOOD_EFFICIENCY and exam.workers + exam.threads > exam.cores:
+        return "cores"
+    return "compute"
+
+
+def slowest_stage(exam: Examination) -> Limit:
+    """Return the slowest stage of the loader."""
+    stages = exam.stages
+    if stages is None:
+        return "loading"
+    known: tuple[Literal["disk", "decode", "augmentation", "text"], ...] = ("disk", "decode", "augmentation", "text")
+    return max(known, key=lambda name: getattr(stages, name))
+
+
+def advice(exam: Examination, settings: Settings) -> list[str]:
+    """Return options that would help, each with its cost, the most helpful first."""
+    part = limit(exam)
+    if part == "compute":
+        return list(_faster_step(exam, settings))
+    if part == "transfer":
+        return ["the GPU waits for its inputs: images are copied as uint8 already; check whether the link is shared"]
+    if part == "cores":
+        return [
+            f"{exam.workers} workers and {exam.threads} threads share {exam.cores} cores: fewer --data.workers, or "
+            "--train.num-threads so that both fit"
+        ]
+    return list(_faster_loader(exam, settings.data, part))
+
+
+def _faster_step(exam: Examination, settings: Settings) -> Iterator[str]:
+    train = settings.train
+    if exam.memory_gb is not None:
+        if train.precision == "fp32":
+            yield "--train.precision bf16: matrix products in 16 bits"
+        if not train.channels_last:
+            yield "--train.channels-last True: faster convolutions, if the image encoder has any"
+        if not train.compile and train.grad_cache is None:
+            yield "--train.compile True: a minute at the start, then fused kernels"
+        if exam.peak_gb < _FREE_MEMORY * exam.memory_gb:
+            yield (
+                f"--train.global-batch: {exam.peak_gb:.0f} of {exam.memory_gb:.0f} GB are used, a larger batch would "
+                "fit (it changes the number of negatives, and may need another learning rate)"
+            )
+    if exam.real_tokens < _MUCH_PADDING and not train.packed_text:
+        yield (
+            f"{1 - exam.real_tokens:.0%} of the token positions are padding: --train.packed-text True leaves it out "
+            "(BERT family), a smaller --model.max-tokens cuts the longest texts"
+        )
+    if train.grad_cache is not None:
+        yield "--train.grad-cache: a larger part, or None where the batch fits"
+
+
+def _faster_loader(exam: Examination, data: Any, part: Limit) -> Iterator[str]:
+    spare = exam.cores - exam.workers - (exam.threads if exam.device == "CPU" else 1)
+    if spare > 0 and part != "disk":
+        wanted = min(exam.workers + spare, -(-exam.workers * int(exam.model_rate) // max(1, int(exam.loader_rate))))
+        yield f"--data.workers {max(wanted, exam.workers + 1)}: {exam.cores} cores, {exam.workers} workers"
+    elif part != "disk":
+        yield f"all {exam.cores} cores are used by {exam.workers} workers: use more cores"
+    if part == "disk":
+        yield "shards on a local disk or in memory: they are read again in every epoch"
+    elif part == "decode":
+        size = getattr(getattr(data, "image", None), "size", None)
+        yield f"smaller stored images: medvl shards --short-side, for training at {size} pixels"
+    elif part == "augmentation":
+        if exam.memory_gb is not None and getattr(getattr(data, "image", None), "on_device", True) is False:
+            yield "--data.image.on-device True: all of it but the crop on the GPU"
+        yield "a weaker --data.image: blur and affine cost the most"
+    elif part == "text":
+        yield "shorter texts, or a text policy that takes one section"
+    else:
+        yield "medvl shards instead of webdataset tars (medvl shards webdataset)"
+
+
+def describe(exam: Examination, settings: Settings) -> str:
+    """Return the examination as a table, with the limit and the advice at its end."""
+    unit = "GPU memory" if exam.memory_gb is not None else "resident memory"
+    rows = [
+        ("device", f"{exam.device}, {exam.precision}; {exam.cores} cores, {exam.workers} workers"),
+        ("model", f"{exam.parameters / 1e6:.1f} million parameters, {exam.gflop_per_pair:.2f} GFLOP per pair"),
+        ("step alone", f"{exam.model_rate:.1f} pairs/s, {1000 * exam.pairs / exam.model_rate:.1f} ms of {exam.pairs}"),
+        ("loader alone", f"{exam.loader_rate:.1f} images/s"),
+        ("end to end", f"{exam.rate:.1f} pairs/s, {exam.efficiency:.2f} of the slower one"),
+        ("waiting for data", f"{exam.wait_share:.1%} of the time"),
+        ("MFU", f"{exam.mfu:.1%} of a measured {exam.ceiling_tflops:.3g} TFLOP/s"),
+        ("peak memory", f"{exam.peak_gb:.2f} GB ({unit})"),
+        ("real tokens", f"{exam.real_tokens:.0%} of the positions"),
+        ("first batch, first step", f"{exam.first_batch_seconds:.1f} s, {exam.first_step_seconds:.1f} s"),
+        ("transfer", f"{1000 * exam.transfer_seconds:.2f} ms per update"),
+        ("checkpoint", f"stops the run for {exam.checkpoint_seconds:.2f} s"),
+    ]
+    if exam.stages is not None:
+        costs = ", ".join(f"{name} {1000 * getattr(exam.stages, name):.2f}" for name in STAGES)
+        rows.append(("per sample, on one core", f"{costs} ms"))
+    lines = [f"{name:24}{value}" for name, value in rows]
+    suggestions = advice(exam, settings) or ["no option would help: use a faster device, or a smaller model"]
+    return "\n".join([*lines, f"{'the limit':24}{_LABELS[limit(exam)]}", *(f"{'':24}{line}" for line in suggestions)])

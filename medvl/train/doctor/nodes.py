@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 import medvl
-from medvl.common.folders import RunLock, wait_for
+from medvl.common.files import RunLock, wait_for
 from medvl.errors import ConfigError, MedvlError
 from medvl.train.parallel.distributed import RankInfo
 

@@ -12,6 +12,7 @@ A checkpoint is written under a temporary name, its marker last, flushed and ren
 or the new one. Later damage is detected by the hashes. Nothing in it needs pickle.
 """
 
+import contextlib
 import dataclasses
 import logging
 import re
@@ -23,15 +24,15 @@ import safetensors
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from medvl.common import folders
-from medvl.common.files import MARKER, check_marker, sha256
+from medvl.common import files as folders
+from medvl.common.files import MARKER, check_marker, fsync, sha256
 from medvl.common.untrusted import parse_json
-from medvl.data.loading.worker_errors import worker_error
+from medvl.data.loading.workers import worker_error
 from medvl.errors import CheckpointError
 from medvl.models import checkpoint as model_checkpoint
 from medvl.models.card import add_results
-from medvl.models.locate import CARD, WEIGHT_PARTS
-from medvl.models.weights import join_parts
+from medvl.models.weights import CARD, WEIGHT_PARTS, join_parts
+from medvl.train.parallel.model import ParallelModel, write_parts
 
 _log = logging.getLogger(__name__)
 
@@ -277,3 +278,59 @@ def _refuse_pickle(path: Path) -> None:
     if head[8:9] != b"{":
         kind = "a pickle" if head[:1] == b"\x80" or head[:2] == b"PK" else "another format"
         raise CheckpointError(f"{path} is {kind} with the suffix of safetensors; it is not loaded", "malformed")
+
+
+# Checkpoints of sharded models that all ranks write at once, each its own part, without gathering
+# anything.
+#
+#     run_dir/checkpoints/step-00001200/
+#       config.json, tokenizer/, ...              as in other checkpoints; rank 0 writes them
+#       weights/shard-00001-model-..., ...        one file per rank, instead of model.safetensors
+#       train_state/state.json, optimizer/        one file per rank, instead of
+#       optimizer.safetensors
+#       complete.json                             written last, by rank 0, with the hash that each
+#       rank made of its files
+#
+# The folder has a temporary name until all of it is on the disk, as with other checkpoints.
+
+
+def save_parts(
+    checkpoints: Checkpoints, model: ParallelModel, state: Mapping[str, Any], optimizer: Mapping[str, Tensor]
+) -> Path:
+    """Write the checkpoint of `state["step"]` from all ranks, and link it as `Checkpoints.save` does. Collective call.
+
+    Raises on all ranks where one of them fails; existing checkpoints are not changed.
+    """
+    ranks, folder = model.ranks, checkpoints.folder / f"step-{state['step']:08d}"
+    with contextlib.ExitStack() as stack:  # on rank 0 it removes the new folder after an error
+
+        def begin() -> str:
+            aside = stack.enter_context(folders.new_folder(folder))
+            checkpoints.write_description(model.whole, aside, state)
+            (aside / WEIGHT_PARTS).mkdir()
+            (aside / OPTIMIZER_PARTS).mkdir()
+            return str(aside)
+
+        aside = Path(ranks.on_main(begin))
+        for name, tensors in ((WEIGHT_PARTS, model.weights()), (OPTIMIZER_PARTS, optimizer)):
+            write_parts(aside / name, tensors, ranks)
+        parts = ranks.on_all(lambda: _inventory_of_rank(aside, ranks.rank))
+
+        def finish() -> None:
+            files = {name: entry for part in parts for name, entry in part.items()}
+            rest = [path for path in aside.rglob("*") if path.relative_to(aside).as_posix() not in files]
+            write_marker(aside, state["step"], files | inventory(aside, rest))
+            stack.close()
+            checkpoints.finish(folder, state["best"]["step"])
+
+        ranks.on_main(finish)
+    return folder
+
+
+def _inventory_of_rank(folder: Path, rank: int) -> dict[str, dict[str, Any]]:
+    """Return size and sha256 of a rank's own files, and flush them to the disk."""
+    own = f"shard-{rank + 1:05d}-*"
+    files = [path for name in (WEIGHT_PARTS, OPTIMIZER_PARTS) for path in (folder / name).glob(own)]
+    for path in files:
+        fsync(path)
+    return inventory(folder, files)

@@ -41,7 +41,7 @@ def parallelize(model: nn.Module, config: TrainConfig, ranks: RankInfo) -> Paral
     if not config.shard_weights or ranks.size == 1:
         prepare(model, config, ranks.device)
         return DDPModel(model, ranks, config.find_unused_parameters)
-    from medvl.train.parallel.fsdp import FSDPModel  # torch's part of it takes seconds to import
+    from medvl.train.parallel.model import FSDPModel  # torch's part of it takes seconds to import
 
     # The complete model may not fit on the device, and sharding needs contiguous weights. Blocks are compiled alone.
     prepare(model, dataclasses.replace(config, channels_last=False, compile=False), torch.device("cpu"))

@@ -14,17 +14,14 @@ from torch import Tensor, nn
 from medvl.common.config_io import differences, to_dict
 from medvl.common.seeding import RULE
 from medvl.errors import CheckpointError, ConfigError
-from medvl.models.locate import WEIGHT_PARTS
+from medvl.models.weights import WEIGHT_PARTS
 from medvl.train.config import TrainConfig
 from medvl.train.fault_tolerance import checkpoint
 from medvl.train.fault_tolerance.checkpoint import OPTIMIZER_PARTS, Saved
-from medvl.train.fault_tolerance.nonfinite import LossSpikeDetector
-from medvl.train.loop.meters import BestTracker, LossMeter
-from medvl.train.optim.optimizer import load_optimizer_tensors, optimizer_tensors
-from medvl.train.optim.precision import Precision
-from medvl.train.optim.schedule import LearningRate
-from medvl.train.parallel.batches import BatchStream
-from medvl.train.parallel.distributed import RankInfo
+from medvl.train.fault_tolerance.guards import LossSpikeDetector
+from medvl.train.loop.logger import BestTracker, LossMeter
+from medvl.train.optim.optimizer import LearningRate, Precision, load_optimizer_tensors, optimizer_tensors
+from medvl.train.parallel.distributed import BatchStream, RankInfo
 from medvl.train.parallel.model import ParallelModel
 
 _log = logging.getLogger(__name__)
@@ -38,7 +35,7 @@ _NOT_IDENTITY = (
     "text.file",
 )
 """Settings of the data that do not determine the batches, or that are compared by content: shards by the loader, a
-vocabulary and a file of statements in `start` (`medvl.train.start`)."""
+vocabulary and a file of statements in `start` (`medvl.train.run`)."""
 
 
 _STEPS = "train.total_steps"
@@ -183,7 +180,7 @@ class TrainState:
 
     def _restore_parts(self, folder: Path) -> Mapping[str, Tensor]:
         """Restore the weights of this rank, and return its part of the optimiser's state, without complete tensors."""
-        from medvl.train.parallel import parts  # torch's part of it takes seconds to import
+        from medvl.train.parallel import model as parts  # torch's part of it takes seconds to import
 
         parts.read_parts(folder / WEIGHT_PARTS, self.model.weights(), self.ranks)  # in place
         optimizer = parts.empty_state(folder / OPTIMIZER_PARTS, self.model.trained)

@@ -11,13 +11,11 @@ from torch import Tensor
 from medvl.common.seeding import derive, reseed
 from medvl.models.base import System
 from medvl.schema import Batch, Losses
-from medvl.train.fault_tolerance.nonfinite import BufferGuard, LossSpikeDetector, propagate_nonfinite
+from medvl.train.fault_tolerance.guards import BufferGuard, LossSpikeDetector, propagate_nonfinite
 from medvl.train.optim.grad_cache import GradCache
-from medvl.train.optim.optimizer import set_lr, trainable
-from medvl.train.optim.precision import Precision
-from medvl.train.parallel.distributed import average_gradients
+from medvl.train.optim.optimizer import Precision, set_lr, trainable
+from medvl.train.parallel.distributed import average_gradients, place
 from medvl.train.parallel.model import ParallelModel
-from medvl.train.parallel.prefetch import place
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -23,29 +23,30 @@ import torch
 from torch import nn
 
 from medvl.common.config_io import nearest, to_dict
-from medvl.common.folders import RunLock, refuse_links, wait_for
+from medvl.common.files import RunLock, refuse_links, wait_for
 from medvl.common.seeding import preserve_generators
 from medvl.errors import CheckpointError, ConfigError, TrainingError
-from medvl.models.eval_mode import evaluating
+from medvl.models.base import evaluating
 from medvl.schema import Batch
 from medvl.train.config import Interval, OptimConfig, Plateau, TrainConfig
 from medvl.train.fault_tolerance import checkpoint
 from medvl.train.fault_tolerance.checkpoint import Checkpoints
-from medvl.train.fault_tolerance.error_advice import with_advice
-from medvl.train.fault_tolerance.gc_freeze import freeze_existing_objects
-from medvl.train.fault_tolerance.signals import StopSignals
-from medvl.train.loop.logger import RunLogger, console
-from medvl.train.loop.meters import SpeedMeter
+from medvl.train.fault_tolerance.guards import StopSignals, freeze_existing_objects, with_advice
+from medvl.train.loop.logger import RunLogger, SpeedMeter, console
 from medvl.train.loop.prepare import parallelize
-from medvl.train.loop.rollback import RollbackPolicy
 from medvl.train.loop.state import TrainState, resume_path
 from medvl.train.loop.step import Step, StepResult
-from medvl.train.loop.validate import Evaluator, run_evaluators, validation_loss
-from medvl.train.optim.optimizer import build_optimizer
-from medvl.train.optim.schedule import LearningRate
-from medvl.train.parallel.batches import BatchStream, TrainLoader
-from medvl.train.parallel.distributed import RankInfo, cpu_cores, join, machine_settings
-from medvl.train.parallel.prefetch import side_stream
+from medvl.train.loop.validate import Evaluator, RollbackPolicy, run_evaluators, validation_loss
+from medvl.train.optim.optimizer import LearningRate, build_optimizer
+from medvl.train.parallel.distributed import (
+    BatchStream,
+    RankInfo,
+    TrainLoader,
+    cpu_cores,
+    join,
+    machine_settings,
+    side_stream,
+)
 
 _log = logging.getLogger(__name__)
 _MAX_EMPTY_UPDATES = 1000
@@ -276,7 +277,7 @@ class Training:
 
     def _save_parts(self, values: Mapping[str, Any], must: bool) -> bool:
         """Save the part of every rank; return whether all parts were saved."""
-        from medvl.train.fault_tolerance.checkpoint_parts import save_parts  # torch's part of it takes seconds
+        from medvl.train.fault_tolerance.checkpoint import save_parts  # torch's part of it takes seconds
 
         state = self.state
         state.ranks.on_main(self.logger.flush)

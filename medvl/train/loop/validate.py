@@ -1,16 +1,24 @@
 """Validation during training: losses over the validation batches, and evaluators."""
 
+import logging
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from medvl.common.seeding import derive, reseed
-from medvl.errors import ConfigError, TrainingError
+from medvl.errors import CheckpointError, ConfigError, TrainingError
 from medvl.schema import Batch
-from medvl.train.optim.precision import Precision
+from medvl.train.config import TrainConfig
+from medvl.train.fault_tolerance import checkpoint
+from medvl.train.fault_tolerance.checkpoint import Checkpoints
+from medvl.train.loop.logger import RunLogger
+from medvl.train.loop.state import TrainState
+from medvl.train.loop.step import StepResult
+from medvl.train.optim.optimizer import Precision
 from medvl.train.parallel.distributed import RankInfo
 
 Evaluator = Callable[[Any], Mapping[str, float]]
@@ -73,3 +81,79 @@ def _exact_sum(values: Iterable[float]) -> float:
     """Return the sum, rounded once so that order does not matter; NaN where a value is not finite."""
     listed = list(values)
     return math.fsum(listed) if all(map(math.isfinite, listed)) else math.nan
+
+
+# Policy for skipped updates: count and log them, stop at the budget, roll back after four in a
+# row.
+
+_log = logging.getLogger(__name__)
+
+STREAK = 4
+"""Skipped updates in a row that trigger a rollback."""
+_SHOWN_KEYS = 8
+
+
+class RollbackPolicy:
+    """Handling of skipped updates. Calls are collective."""
+
+    def __init__(self, state: TrainState, config: TrainConfig, logger: RunLogger, checkpoints: Checkpoints) -> None:
+        self._state, self._config, self._logger, self._checkpoints = state, config, logger, checkpoints
+
+    def __call__(self, result: StepResult, step: int) -> bool:
+        """Count the skipped update number `step`; return whether the weights were rolled back.
+
+        Raises TrainingError where the budget is exceeded.
+        """
+        state, budget = self._state, self._config.nonfinite_budget
+        state.skipped += 1
+        state.streak += 1
+        shown = self._log_samples(result, step)
+        if state.skipped > budget:
+            message = (
+                f"{state.skipped} updates were skipped, nonfinite_budget is {budget}; the last was step {step + 1} "
+                f"with the samples {shown}. Check them (all in metrics.jsonl), lower optim.lr or set optim.clip_norm"
+            )
+            raise TrainingError(message, "nonfinite", field="nonfinite_budget")
+        return state.streak == STREAK and state.rollbacks < self._config.rollbacks and self._roll_back()
+
+    def _log_samples(self, result: StepResult, step: int) -> str:
+        """Log the samples that caused the skip, or all candidates; return the first ones as a text."""
+        all_keys = [key for keys in result.keys for key in keys]
+        suspects, candidates = zip(*self._state.ranks.exchange([result.nonfinite_keys(), all_keys]), strict=True)
+        keys = sorted(key for rank in (suspects if any(suspects) else candidates) for key in rank)
+        self._logger.record("skip", step + 1, {"reason": "spike" if result.spike else "not finite", "keys": keys})
+        more = f" and {len(keys) - _SHOWN_KEYS} more" if len(keys) > _SHOWN_KEYS else ""
+        shown = ", ".join(keys[:_SHOWN_KEYS]) + more
+        reason = "loss spike" if result.spike else "non-finite loss or gradient"
+        _log.warning("step %d: %s, update skipped; samples: %s", step + 1, reason, shown)
+        return shown
+
+    def _roll_back(self) -> bool:
+        """Restore the weights of the newest valid checkpoint from before the streak; return False without one."""
+        state = self._state
+        path = state.ranks.on_main(self._earlier_checkpoint)
+        if path is None:
+            return False
+        state.restore_weights(checkpoint.read(Path(path)))
+        state.streak = 0
+        state.rollbacks += 1
+        _log.warning(
+            "%d updates skipped in a row: weights rolled back to %s, data continue (rollback %d of %d)",
+            *(STREAK, path, state.rollbacks, self._config.rollbacks),
+        )
+        self._logger.record("rollback", state.step, {"checkpoint": Path(path).name})
+        return True
+
+    def _earlier_checkpoint(self) -> str | None:
+        """Return a valid checkpoint from before the last update that was made; later ones hold the current weights."""
+        for step in self._checkpoints.steps():
+            folder = self._checkpoints.at(step)
+            if folder is None or step >= self._state.step - STREAK:
+                continue
+            try:
+                checkpoint.verify(folder)
+            except CheckpointError as error:
+                _log.warning("%s; not used for the rollback", error)
+                continue
+            return str(folder)
+        return None

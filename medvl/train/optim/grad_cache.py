@@ -19,8 +19,8 @@ from medvl.errors import ConfigError
 from medvl.models.dual_encoders.bases.base import ContrastiveEncoder
 from medvl.models.dual_encoders.bases.pairs import Pairs
 from medvl.schema import Batch, Losses
-from medvl.train.fault_tolerance.nonfinite import BufferGuard, propagate_nonfinite
-from medvl.train.optim.precision import Precision
+from medvl.train.fault_tolerance.guards import BufferGuard, propagate_nonfinite
+from medvl.train.optim.optimizer import Precision
 
 
 class GradCache:

@@ -11,14 +11,13 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from medvl.common.folders import new_folder, wait_for
+from medvl.common.files import new_folder, wait_for
 from medvl.common.ranks import rank_and_world
-from medvl.data.loading.sources import has_color
-from medvl.data.loading.subset import select_samples
+from medvl.data.loading.sources import has_color, select_samples
 from medvl.data.transforms.image import ConVIRTAugmentation, EvalTransform, RandomCrop
 from medvl.data.transforms.text import WholeText
 from medvl.train.parallel.distributed import choose_device
-from medvl.train.tasks.common import (
+from medvl.train.tasks.pretraining import (
     DataLoaders,
     LoaderConfig,
     check_tokenizer,
@@ -74,7 +73,7 @@ def open_images(data: ImageDataConfig, model: Any, micro_batch: int) -> DataLoad
     Raises ShardError where a folder is damaged, SplitError where training and validation share a patient, ConfigError
     where no image has one of the views.
     """
-    from medvl.data.loading.subset import no_text
+    from medvl.data.loading.sources import no_text
 
     train, valid = open_split(data)
     options: dict[str, Any] = {"tokenizer": no_text, "text": WholeText()}

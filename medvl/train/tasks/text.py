@@ -7,7 +7,7 @@ from typing import Any
 
 from medvl.data.shards.format import MANIFEST
 from medvl.data.shards.verify import check_against
-from medvl.train.tasks.common import (
+from medvl.train.tasks.pretraining import (
     DataLoaders,
     LoaderConfig,
     check_tokenizer,
@@ -46,7 +46,7 @@ def open_text(data: TextDataConfig, model: Any, micro_batch: int) -> DataLoaders
     Raises ShardError where a folder is damaged, SplitError where training and validation share a document, ConfigError
     where the batch does not fit the ranks, or the model's tokenizer cannot mask words.
     """
-    from medvl.data.loading.concat import ConcatSource
+    from medvl.data.loading.sources import ConcatSource
     from medvl.data.loading.text_loader import open_text_loader
     from medvl.data.shards.source import ShardSource
 

@@ -13,7 +13,7 @@ from helpers.two_ranks import run_two_ranks
 
 import medvl
 from medvl.cli import main as cli
-from medvl.cli.eval import classify, dense, zero_shot_masks
+from medvl.cli.eval import classification, images
 from medvl.data.shards.source import ShardSource
 from medvl.data.tokenizer.tokenizer import train_wordpiece
 from medvl.eval import RetrievalList, read_results
@@ -121,7 +121,7 @@ def test_classify_writes_results_and_page(home: Path, capsys: pytest.CaptureFixt
 
 @pytest.mark.parametrize(
     ("task", "module"),
-    [("classify", classify), ("detection", dense), ("segmentation", dense), ("zero-shot-masks", zero_shot_masks)],
+    [("classify", classification), ("detection", images), ("segmentation", images), ("zero-shot-masks", images)],
 )
 def test_thresholds_are_not_chosen_on_training_patients(
     home: Path, tmp_path: Path, task: str, module: ModuleType, monkeypatch: pytest.MonkeyPatch,

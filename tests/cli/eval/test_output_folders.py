@@ -17,11 +17,10 @@ from medvl.data.tokenizer.tokenizer import train_wordpiece
 from medvl.errors import EvaluationError
 from medvl.eval import default_folder, read_results, write_results
 from medvl.eval.compare.compare import find_runs
-from medvl.eval.core.publish import check_output, publish
-from medvl.eval.core.results import Results, checkpoint_sha256
+from medvl.eval.core.results import Results, check_output, checkpoint_sha256, publish
 from medvl.eval.retrieval import image_text
 from medvl.eval.zero_shot_classification import calibration
-from medvl.models import locate
+from medvl.models import weights
 from medvl.models.checkpoint import save
 
 COMMON = ["--workers", "0", "--resamples", "5", "--device", "cpu"]
@@ -194,7 +193,7 @@ def test_default_folders(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyP
     (tmp_path / "copy/best/complete.json").write_text('{"step": 200}')
     assert default_folder(tmp_path / "copy", "t") == tmp_path / "copy/eval/step-00000200/t"
     # models of the hub: in the folder of their commit in the hub's cache
-    monkeypatch.setattr(locate, "fetch_snapshot", lambda hub_id, *_: tmp_path / hub_id)
+    monkeypatch.setattr(weights, "fetch_snapshot", lambda hub_id, *_: tmp_path / hub_id)
     for name in ("one", "two"):
         assert default_folder(Path(f"hf-hub:owner/{name}"), "t") == tmp_path / "owner" / name / "eval/t"
 

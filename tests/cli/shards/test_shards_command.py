@@ -17,12 +17,12 @@ from helpers.mimic_files import textured
 from helpers.shard_plans import OPTIONS, make_plan
 
 from medvl.cli import main as cli
-from medvl.common.folders import RunLock
-from medvl.data.convert import local_engine
+from medvl.common.files import RunLock
+from medvl.data.convert import pipeline
 from medvl.data.convert.options import ShardRun
 from medvl.data.convert.pipeline import write_shards
 from medvl.data.images.codecs import encode_png
-from medvl.data.privacy.deidentify import Deidentifier
+from medvl.data.privacy import Deidentifier
 from medvl.data.shards.format import Manifest
 from medvl.data.shards.source import ShardSource
 from medvl.errors import ConfigError, MedvlError
@@ -120,7 +120,7 @@ def test_named_salt_file_must_exist(tmp_path: Path, capsys: pytest.CaptureFixtur
 def test_two_conversions_into_one_folder_exclude_each_other(tmp_path: Path, deid: Deidentifier) -> None:
     plan, run = make_plan(tmp_path / "images"), ShardRun(out=tmp_path / "out", workers=1)
     seen: list[MedvlError] = []
-    original = local_engine.build_shard
+    original = pipeline.build_shard
 
     def second(*arguments: object) -> object:
         if not seen:
@@ -130,7 +130,7 @@ def test_two_conversions_into_one_folder_exclude_each_other(tmp_path: Path, deid
         return original(*arguments)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(local_engine, "build_shard", second)
+        patch.setattr(pipeline, "build_shard", second)
         assert write_shards(plan, deid, run, OPTIONS)["train"].samples == 12
     assert len(seen) == 1
     with RunLock(tmp_path / "out-private"), raises(ConfigError, "in_use", "out"):

@@ -13,10 +13,8 @@ from helpers.shard_plans import OPTIONS, make_plan
 from medvl.data.convert.generated import plan
 from medvl.data.convert.options import ShardRun
 from medvl.data.convert.pipeline import write_shards
-from medvl.data.loading.concat import ConcatSource
-from medvl.data.loading.sources import check_real
-from medvl.data.loading.subset import Subset
-from medvl.data.privacy.deidentify import Deidentifier
+from medvl.data.loading.sources import ConcatSource, Subset, check_real
+from medvl.data.privacy import Deidentifier
 from medvl.data.shards.format import Manifest
 from medvl.data.shards.source import ShardSource
 from medvl.data.shards.verify import check_against, verify_folder
@@ -29,7 +27,7 @@ from medvl.eval.core.open import open_source
 from medvl.models import Classifier
 from medvl.models.card import model_card
 from medvl.models.checkpoint import save, train_manifests
-from medvl.train.tasks.common import LoaderConfig, open_split
+from medvl.train.tasks.pretraining import LoaderConfig, open_split
 
 
 def make_classifier() -> Classifier:

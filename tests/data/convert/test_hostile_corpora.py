@@ -18,12 +18,12 @@ from medvl.data.convert.options import ShardRun
 from medvl.data.convert.pipeline import write_shards
 from medvl.data.convert.plan import ShardPlan
 from medvl.data.corpora import table
-from medvl.data.corpora.common.row_counts import RowCounts
+from medvl.data.corpora.common.rows import RowCounts
 from medvl.data.corpora.common.tables import Plan, Record
 from medvl.data.corpora.questions import path_vqa, slake
 from medvl.data.corpora.reports import mimic_cxr
 from medvl.data.corpora.table import TableColumns
-from medvl.data.privacy.deidentify import Deidentifier
+from medvl.data.privacy import Deidentifier
 from medvl.data.shards.format import sample_from_json, sample_to_json
 from medvl.data.shards.source import ShardSource
 from medvl.data.shards.verify import verify_folder

@@ -14,18 +14,16 @@ from helpers.errors import raises
 from helpers.mimic_files import textured
 
 from medvl.cli import main as cli
-from medvl.data.convert import local_engine, merge, plan as plan_module
-from medvl.data.convert.conversion import Conversion
+from medvl.data.convert import merge, pipeline, plan as plan_module
+from medvl.data.convert.conversion import Conversion, PrivateFolder
 from medvl.data.convert.merge import merge_parts
-from medvl.data.convert.note import ShardNote
 from medvl.data.convert.options import ShardOptions, ShardRun
 from medvl.data.convert.pipeline import write_shards
-from medvl.data.convert.private_folder import PrivateFolder
-from medvl.data.convert.shard_task import ShardTask
-from medvl.data.corpora.common.row_counts import RowCounts
+from medvl.data.convert.record import ShardNote, ShardTask
+from medvl.data.corpora.common.rows import RowCounts
 from medvl.data.corpora.common.tables import Plan, Record
 from medvl.data.images.codecs import encode_png
-from medvl.data.privacy.deidentify import Deidentifier
+from medvl.data.privacy import Deidentifier
 from medvl.data.shards.source import ShardSource
 from medvl.data.shards.verify import verify_folder
 from medvl.errors import ConfigError, ShardError, SplitError
@@ -111,13 +109,13 @@ def test_interrupted_part_resumes(tmp_path: Path, deid: Deidentifier, monkeypatc
     with raises(ShardError, "missing", names="1 of 7 shards"):
         merge_parts(tmp_path / "merged", folders)
     built: list[str] = []
-    original = local_engine.build_shard
+    original = pipeline.build_shard
 
     def build_and_record(task: ShardTask, tick: Callable[[], None]) -> ShardNote:
         built.append(task.name)
         return original(task, tick)
 
-    monkeypatch.setattr(local_engine, "build_shard", build_and_record)
+    monkeypatch.setattr(pipeline, "build_shard", build_and_record)
     make_parts(tmp_path, deid, 2)
     assert built == [victim.stem]
     assert contents(tmp_path / "parts") == before

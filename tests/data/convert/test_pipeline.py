@@ -23,16 +23,16 @@ from helpers.mimic_files import IMAGES, textured
 from helpers.shard_plans import OPTIONS, contents, make_plan
 
 from medvl.common.untrusted import ANYWHERE
-from medvl.data.convert import local_engine, record
+from medvl.data.convert import pipeline, record
 from medvl.data.convert.merge import merge_parts
 from medvl.data.convert.options import ShardOptions, ShardRun
 from medvl.data.convert.pipeline import write_shards
-from medvl.data.convert.shard_task import ShardTask
-from medvl.data.corpora.common.row_counts import RowCounts
+from medvl.data.convert.record import ShardTask
+from medvl.data.corpora.common.rows import RowCounts
 from medvl.data.corpora.common.tables import Plan, Record
 from medvl.data.corpora.reports import mimic_cxr
 from medvl.data.images.codecs import decode_image, encode_png
-from medvl.data.privacy.deidentify import Deidentifier
+from medvl.data.privacy import Deidentifier
 from medvl.data.shards.format import Index, Manifest, check_key, sample_from_json, sample_to_json
 from medvl.data.shards.source import ShardSource
 from medvl.errors import BudgetError, ConfigError, CorpusError, ShardError, SplitError
@@ -314,7 +314,7 @@ def test_full_disk_keeps_finished_shards(tmp_path: Path, deid: Deidentifier, mon
 
 @pytest.mark.fault("F6")
 def test_dead_worker_raises(tmp_path: Path, deid: Deidentifier, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(local_engine, "_start_worker", os._exit)
+    monkeypatch.setattr(pipeline, "_start_worker", os._exit)
     with raises(ShardError, "worker", names="no worker process started"):
         write_shards(make_plan(tmp_path / "images"), deid, ShardRun(out=tmp_path / "out", workers=2), OPTIONS)
 
@@ -323,10 +323,10 @@ def test_slow_shards_do_not_fill_the_queue(monkeypatch: pytest.MonkeyPatch) -> N
     """Tasks hold all records of a shard: four are queued for two workers, however long the shards take."""
     pool, submitted = Mock(), list[ShardTask]()
     pool.submit = lambda _, task: submitted.append(task) or Future[object]()
-    monkeypatch.setattr(local_engine, "ProcessPoolExecutor", lambda *_, **__: pool)
-    monkeypatch.setattr(local_engine, "wait", lambda running, **_: (set(), running))
+    monkeypatch.setattr(pipeline, "ProcessPoolExecutor", lambda *_, **__: pool)
+    monkeypatch.setattr(pipeline, "wait", lambda running, **_: (set(), running))
     task = ShardTask("a", "train", Path("a"), (), OPTIONS, ANYWHERE)
-    results = local_engine.LocalEngine(2).run([task] * 20)
+    results = pipeline.LocalEngine(2).run([task] * 20)
     for _ in range(10):
         assert next(results) == (None, 0)
     results.close()

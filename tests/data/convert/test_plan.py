@@ -18,15 +18,15 @@ import pytest
 from helpers.errors import raises
 from helpers.shard_plans import OPTIONS, contents, make_plan
 
-from medvl.common.memory_limit import memory_limited
-from medvl.data.convert import local_engine
+from medvl.common.process import memory_limited
+from medvl.data.convert import pipeline
 from medvl.data.convert.options import ShardRun
 from medvl.data.convert.pipeline import write_shards
 from medvl.data.convert.plan import order_by_key
 from medvl.data.corpora.common.record_file import Records
-from medvl.data.corpora.common.row_counts import RowCounts
+from medvl.data.corpora.common.rows import RowCounts
 from medvl.data.corpora.common.tables import Plan, Record
-from medvl.data.privacy.deidentify import Deidentifier
+from medvl.data.privacy import Deidentifier
 from medvl.errors import CorpusError
 from medvl.schema import Sample
 
@@ -118,7 +118,7 @@ def _convert_with_a_small_limit(folder: Path, deid: Deidentifier) -> tuple[int, 
     """Convert a plan with a PNG bomb. Returns (samples, skipped by reason, whether the limit was lifted afterwards)."""
     plan = make_plan(folder / "images", 4, bad={2: png_bomb(8000)})
     before = resource.getrlimit(resource.RLIMIT_DATA)
-    with mock.patch.object(local_engine, "WORKER_BYTES", 48 << 20):
+    with mock.patch.object(pipeline, "WORKER_BYTES", 48 << 20):
         (manifest,) = write_shards(plan, deid, ShardRun(out=folder / "out", workers=1, max_skipped=1), OPTIONS).values()
     np.empty(256 << 20, np.uint8).fill(1)
     return manifest.samples, dict(manifest.skipped), resource.getrlimit(resource.RLIMIT_DATA) == before

@@ -19,7 +19,7 @@ from medvl.data.convert.options import ShardRun
 from medvl.data.convert.pipeline import write_shards
 from medvl.data.convert.ray_engine import RayEngine
 from medvl.data.images.codecs import encode_png
-from medvl.data.privacy.deidentify import Deidentifier
+from medvl.data.privacy import Deidentifier
 from medvl.errors import ConfigError, ShardError
 
 SMALL = dataclasses.replace(OPTIONS, samples_per_shard=2)

@@ -10,7 +10,7 @@ from helpers.shard_plans import OPTIONS, contents, make_plan
 from medvl.data.convert.options import ShardRun
 from medvl.data.convert.pipeline import write_shards
 from medvl.data.images.codecs import encode_png
-from medvl.data.privacy.deidentify import Deidentifier
+from medvl.data.privacy import Deidentifier
 from medvl.errors import BudgetError
 
 

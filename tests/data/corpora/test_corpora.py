@@ -24,7 +24,7 @@ from medvl.data.corpora.common.tables import Record, read_record
 from medvl.data.corpora.labels import chexpert
 from medvl.data.corpora.reports import mimic_cxr
 from medvl.data.corpora.table import TableColumns
-from medvl.data.privacy.deidentify import Deidentifier
+from medvl.data.privacy import Deidentifier
 from medvl.data.shards.format import sample_to_json
 from medvl.errors import ConfigError, CorpusError
 from medvl.schema import FINDINGS, Sample

@@ -15,7 +15,7 @@ from helpers.errors import raises
 from medvl.cli import main as cli
 from medvl.data.corpora.figures import m3ae_arrow
 from medvl.data.corpora.reports import medvill_jsonl
-from medvl.data.privacy.deidentify import Deidentifier
+from medvl.data.privacy import Deidentifier
 from medvl.data.shards.source import ShardSource
 from medvl.errors import ConfigError, CorpusError
 
@@ -153,7 +153,7 @@ READ_ARROW = """
 import sys
 from pathlib import Path
 from medvl.data.corpora.figures import m3ae_arrow
-from medvl.data.privacy.deidentify import Deidentifier
+from medvl.data.privacy import Deidentifier
 from medvl.errors import CorpusError
 
 root = Path(sys.argv[1])

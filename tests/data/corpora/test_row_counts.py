@@ -9,7 +9,7 @@ from helpers.errors import raises
 
 import medvl.data
 from medvl.data.corpora.common.record_file import Records
-from medvl.data.corpora.common.row_counts import RowCounts
+from medvl.data.corpora.common.rows import RowCounts
 from medvl.data.corpora.common.tables import Plan, Record
 from medvl.errors import CorpusError
 from medvl.schema import Sample

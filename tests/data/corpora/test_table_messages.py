@@ -18,7 +18,7 @@ from medvl.data.corpora import table
 from medvl.data.corpora.common.tables import Plan
 from medvl.data.corpora.table import TableColumns
 from medvl.data.images.codecs import encode_png
-from medvl.data.privacy.deidentify import Deidentifier
+from medvl.data.privacy import Deidentifier
 from medvl.errors import BudgetError, ConfigError, CorpusError, SplitError
 from medvl.schema import Sample
 

@@ -15,10 +15,20 @@ from helpers.errors import raises
 
 from medvl.cli import main as cli
 from medvl.data.convert.shard_documents import read_shard_documents
-from medvl.data.corpora.common.documents import Document, DocumentFormat, document_files, read_documents
-from medvl.data.corpora.common.text_overlap import RUN, HashSet, HeldOutTexts, read_texts, run_hashes, words_of
+from medvl.data.corpora.common.documents import (
+    RUN,
+    Document,
+    DocumentFormat,
+    HashSet,
+    HeldOutTexts,
+    document_files,
+    read_documents,
+    read_texts,
+    run_hashes,
+    words_of,
+)
 from medvl.data.corpora.text import TextOptions, cut, plan
-from medvl.data.privacy.deidentify import Deidentifier
+from medvl.data.privacy import Deidentifier
 from medvl.data.shards.format import Manifest
 from medvl.data.shards.source import ShardSource
 from medvl.data.shards.verify import verify_folder
@@ -180,7 +190,7 @@ def test_hashes_of_runs_are_those_of_their_words() -> None:
 
 
 def test_hash_set_matches_a_set(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("medvl.data.corpora.common.text_overlap._MERGE", 8)
+    monkeypatch.setattr("medvl.data.corpora.common.documents._MERGE", 8)
     rng, compact, plain = random.Random(0), HashSet(), set[int]()
     for _ in range(300):
         number = rng.randrange(2**64 - 100, 2**64)

@@ -13,7 +13,7 @@ from PIL import Image
 
 from medvl.data.dicom.reader import read_dicom
 from medvl.data.images.codecs import encode_png
-from medvl.data.images.inputs import read_image
+from medvl.data.images.read import read_image
 from medvl.data.transforms.image import EvalTransform
 from medvl.errors import ConfigError, DicomError, ImageError
 

@@ -13,18 +13,24 @@ from helpers.shard_plans import make_plan
 from medvl.data.convert.options import ShardOptions, ShardRun
 from medvl.data.convert.pipeline import write_shards
 from medvl.data.images.codecs import encode_png
-from medvl.data.loading.concat import ConcatSource
 from medvl.data.loading.loader import open_loader
-from medvl.data.loading.sources import FileSource, color_for, has_color
-from medvl.data.loading.subset import OtherTexts, Subset, no_text
-from medvl.data.loading.unpair import UnpairedSource
-from medvl.data.privacy.deidentify import Deidentifier
+from medvl.data.loading.sources import (
+    ConcatSource,
+    FileSource,
+    OtherTexts,
+    Subset,
+    UnpairedSource,
+    color_for,
+    has_color,
+    no_text,
+)
+from medvl.data.privacy import Deidentifier
 from medvl.data.shards.source import ShardSource
 from medvl.data.transforms.image import ConVIRTAugmentation, EvalTransform, OriginalTransform
 from medvl.data.transforms.text import WholeText
 from medvl.encoders import create_image_encoder
 from medvl.eval.core.open import open_for_evaluation
-from medvl.models.downstream.regions.grid import GridRegions
+from medvl.models.downstream.regions.create import GridRegions
 from medvl.schema import Inputs
 
 COUNT, SIZE = 8, 32

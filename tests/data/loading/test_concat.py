@@ -12,10 +12,9 @@ from helpers.shard_plans import make_plan
 from medvl.data.convert.options import ShardOptions, ShardRun
 from medvl.data.convert.pipeline import write_shards
 from medvl.data.corpora.common.tables import Record
-from medvl.data.loading.concat import ConcatSource
 from medvl.data.loading.loader import Loader, open_loader
-from medvl.data.loading.unpair import UnpairedSource
-from medvl.data.privacy.deidentify import Deidentifier
+from medvl.data.loading.sources import ConcatSource, UnpairedSource
+from medvl.data.privacy import Deidentifier
 from medvl.data.shards.source import ShardSource
 from medvl.data.tokenizer.tokenizer import train_wordpiece
 from medvl.data.transforms.image import ConVIRTAugmentation

@@ -11,7 +11,7 @@ from helpers.eval_fakes import FakeSource
 
 from medvl.data import DenseTargets, EvalTransform, LViTAugmentation, WholeText, encode_runs, open_loader
 from medvl.data.loading.dense_targets import DenseBatch
-from medvl.data.reports.laterality import names_place, names_side
+from medvl.data.reports.cleaning import names_place, names_side
 from medvl.errors import BudgetError, ConfigError
 from medvl.schema import Sample
 

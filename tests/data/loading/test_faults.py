@@ -19,12 +19,12 @@ from helpers import workers
 from helpers.errors import raises
 from helpers.shard_plans import OPTIONS, make_plan
 
-from medvl.common.interrupts import signals_blocked
+from medvl.common.process import signals_blocked
 from medvl.data.convert.options import ShardRun
 from medvl.data.convert.pipeline import write_shards
 from medvl.data.loading.loader import Loader, open_loader
-from medvl.data.loading.subset import no_text
-from medvl.data.privacy.deidentify import Deidentifier
+from medvl.data.loading.sources import no_text
+from medvl.data.privacy import Deidentifier
 from medvl.data.shards.format import Index
 from medvl.data.shards.source import ShardSource
 from medvl.data.shards.verify import verify_folder

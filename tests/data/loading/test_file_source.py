@@ -7,7 +7,7 @@ import pytest
 from helpers.errors import raises
 
 from medvl.data import FileSource, InputFolders, Plan, Record, encode_png
-from medvl.data.corpora.common.row_counts import RowCounts
+from medvl.data.corpora.common.rows import RowCounts
 from medvl.errors import MedvlError
 from medvl.schema import Sample
 

@@ -16,10 +16,9 @@ from medvl.data.corpora import table
 from medvl.data.corpora.table import TableColumns
 from medvl.data.images.codecs import encode_png
 from medvl.data.loading.loader import Loader, open_loader
-from medvl.data.privacy.deidentify import Deidentifier
-from medvl.data.shards.format import Index, Manifest
+from medvl.data.privacy import Deidentifier
+from medvl.data.shards.format import Index, Manifest, read_samples
 from medvl.data.shards.source import ShardSource
-from medvl.data.shards.tar_reader import read_samples
 from medvl.data.shards.verify import verify_folder
 from medvl.data.tokenizer.tokenizer import train_wordpiece
 from medvl.data.transforms.image import ConVIRTAugmentation, EvalTransform

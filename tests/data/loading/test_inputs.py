@@ -11,7 +11,7 @@ from helpers.errors import raises
 
 from medvl.data.loading.collate import Collate
 from medvl.data.loading.loader import Loader, open_loader
-from medvl.data.loading.priors import prior_positions
+from medvl.data.loading.studies import prior_positions
 from medvl.data.reports.sentences import sentence_spans, split_sentences
 from medvl.data.tokenizer.tokenizer import Tokenizer, load_tokenizer, train_wordpiece
 from medvl.data.transforms.image import ConVIRTAugmentation, EvalTransform

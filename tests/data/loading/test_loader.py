@@ -20,8 +20,8 @@ from medvl.data.images.codecs import encode_png
 from medvl.data.loading.collate import sample_rng
 from medvl.data.loading.loader import Loader, open_loader
 from medvl.data.loading.sources import FileSource
-from medvl.data.privacy.deidentify import Deidentifier
-from medvl.data.reports.laterality import swap_laterality
+from medvl.data.privacy import Deidentifier
+from medvl.data.reports.cleaning import swap_laterality
 from medvl.data.shards.format import Index
 from medvl.data.shards.source import ShardSource
 from medvl.data.tokenizer.tokenizer import Tokenizer, train_wordpiece

@@ -11,10 +11,8 @@ from helpers.errors import raises
 from helpers.region_shards import QuarterDetector, region_table, with_regions
 
 from medvl.data.convert.regions import write_regions
-from medvl.data.loading.concat import ConcatSource
 from medvl.data.loading.loader import Loader, open_loader
-from medvl.data.loading.subset import LabelPolicyView, Subset
-from medvl.data.loading.unpair import UnpairedSource
+from medvl.data.loading.sources import ConcatSource, LabelPolicyView, Subset, UnpairedSource
 from medvl.data.shards.source import ShardSource
 from medvl.data.tokenizer.tokenizer import train_wordpiece
 from medvl.data.transforms.image import ConVIRTAugmentation

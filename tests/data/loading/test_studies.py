@@ -10,10 +10,9 @@ import pytest
 import torch
 from helpers.errors import raises
 
-from medvl.data.loading.concat import ConcatSource
 from medvl.data.loading.loader import open_loader
+from medvl.data.loading.sources import ConcatSource, no_text
 from medvl.data.loading.studies import StudySource
-from medvl.data.loading.subset import no_text
 from medvl.data.transforms.image import ConVIRTAugmentation, EvalTransform
 from medvl.data.transforms.text import WholeText
 from medvl.errors import ConfigError, ImageError

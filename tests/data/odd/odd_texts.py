@@ -80,7 +80,7 @@ PHRASES = (
 
 def main() -> None:
     """Print how many forms are found, and how many phrases are taken for one."""
-    from medvl.data.privacy.identifiers import find_identifiers
+    from medvl.data.privacy import find_identifiers
 
     found = [text for text in IDENTIFIERS if find_identifiers(text)]
     mistaken = [text for text in PHRASES if find_identifiers(text)]

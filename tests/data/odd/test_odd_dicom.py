@@ -11,8 +11,8 @@ from helpers.errors import raises
 from odd_dicom import CENTER, DETECTOR, SHOWN, SLOPE, SPACING, WIDTH
 from pydicom.pixels import apply_modality_lut, apply_voi_lut
 
+from medvl.data.dicom.parser import only, parse_code, parse_numbers
 from medvl.data.dicom.reader import decode_dicom
-from medvl.data.dicom.values import only, parse_code, parse_numbers
 from medvl.errors import DicomError
 
 

@@ -49,7 +49,7 @@ from medvl.data.corpora import table as own_table
 from medvl.data.corpora.common.spreadsheet import read_sheet
 from medvl.data.corpora.common.tables import FREE_LINES
 from medvl.data.corpora.table import TableColumns
-from medvl.data.privacy.deidentify import Deidentifier
+from medvl.data.privacy import Deidentifier
 from medvl.data.reports.cleaning import first_text
 from medvl.data.shards.format import Manifest, split_folders
 from medvl.data.shards.source import ShardSource

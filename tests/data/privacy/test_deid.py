@@ -10,13 +10,7 @@ import numpy as np
 import pytest
 from helpers.errors import raises
 
-from medvl.data.privacy.deidentify import (
-    Deidentifier,
-    cap_age,
-    default_salt_file,
-    is_identifying_header,
-)
-from medvl.data.privacy.identifiers import find_identifiers
+from medvl.data.privacy import Deidentifier, cap_age, default_salt_file, find_identifiers, is_identifying_header
 from medvl.errors import ConfigError, CorpusError
 
 SALT = bytes(range(32))

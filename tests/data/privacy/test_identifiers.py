@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from medvl.data.privacy.identifiers import CODES, find_identifiers, free_texts
+from medvl.data.privacy import CODES, find_identifiers, free_texts
 
 
 @pytest.mark.parametrize(

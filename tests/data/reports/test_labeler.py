@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 
 from medvl.data import EntityFinder, mention_values, statements_of
+from medvl.data.corpora.reports.openi import iter_openi_reports
 from medvl.data.reports.labeler import CONVENTIONS, find_mentions, label_report
 from medvl.data.reports.labeler_lexicon import MENTIONS
-from medvl.data.reports.openi_xml import iter_openi_reports
 from medvl.phantom import World, compose_report
 from medvl.phantom.language.reports import Report
 from medvl.schema import FINDINGS, ConventionsName

@@ -2,7 +2,7 @@
 
 import pytest
 
-from medvl.data.reports.labeler_notation import sentence_runs, single_marks, spell
+from medvl.data.reports.labeler import sentence_runs, single_marks, spell
 
 
 @pytest.mark.parametrize(

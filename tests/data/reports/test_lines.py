@@ -7,9 +7,8 @@ import pytest
 from helpers.list_forms import ITEM_FORMS, NUMBER_FORMS, listed
 
 from medvl.data import label_report
-from medvl.data.reports.lines import one_line
 from medvl.data.reports.sections import parse_report
-from medvl.data.reports.sentences import join_texts, split_sentences
+from medvl.data.reports.sentences import join_texts, one_line, split_sentences
 from medvl.data.transforms.text import RandomSentence, ShuffledSentences, SwappedSentences, WholeText
 
 TEXTS = ("No pneumothorax", "Small left pleural effusion", "Mild cardiomegaly")

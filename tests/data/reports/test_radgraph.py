@@ -12,13 +12,12 @@ from helpers.errors import raises
 from medvl.cli.main import main
 from medvl.data import ConVIRTAugmentation, Statements
 from medvl.data.loading.collate import ItemMaker
-from medvl.data.privacy.deidentify import Deidentifier
+from medvl.data.privacy import Deidentifier
 from medvl.data.reports.entities import PLACES
-from medvl.data.reports.radgraph import radgraph_statements, write_statements
-from medvl.data.reports.statements import read_statements
+from medvl.data.reports.statements import radgraph_statements, read_statements, write_statements
 from medvl.errors import ConfigError
 from medvl.schema import FINDINGS, Inputs, Sample
-from medvl.train.recipe_cli import choose
+from medvl.train.recipe_files import choose
 
 RECIPES = Path(__file__).parents[3] / "recipes"
 
@@ -69,7 +68,7 @@ def test_observations_become_statements_with_modifiers_and_places(tmp_path: Path
 def test_modifiers_that_form_a_circle_end() -> None:
     ring = {str(n): entity(f"w{n}", "ANAT-DP", ["modify", str(1 - n)]) for n in (0, 1)}
     ring["2"] = entity("mass", "OBS-DP", ["located_at", "0"])
-    from medvl.data.reports.radgraph import _statements
+    from medvl.data.reports.statements import _statements
 
     (text,) = _statements(ring)
     assert text.startswith("There is mass of the ")

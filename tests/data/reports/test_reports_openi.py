@@ -11,8 +11,8 @@ import pytest
 from helpers.errors import raises
 from helpers.figure_files import xml
 
-from medvl.data.reports import openi_xml
-from medvl.data.reports.openi_xml import OpeniImage, OpeniReport, iter_openi_reports
+from medvl.data.corpora.reports import openi
+from medvl.data.corpora.reports.openi import OpeniImage, OpeniReport, iter_openi_reports
 from medvl.errors import CorpusError
 
 
@@ -78,7 +78,7 @@ BOMB = b"""<!DOCTYPE lolz [<!ENTITY a "aaaaaaaaaa"><!ENTITY b "&a;&a;&a;&a;&a;&a
         (b"<eCitation/>", ("malformed", "uId")),
         (b"<eCitation><uId id='../CXR1'/></eCitation>", ("malformed", "uId")),
         (xml().replace(b"CXR1_IM-0001-3001", b"../../secret"), ("malformed", "parentImage")),
-        (b" " * (openi_xml.MAX_XML_BYTES + 1), ("too_large",)),
+        (b" " * (openi.MAX_XML_BYTES + 1), ("too_large",)),
     ],
 )
 def test_invalid_xml_raises(data, expected, tmp_path):
@@ -117,10 +117,10 @@ def test_archive_with_links_or_outside_paths_raises(tmp_path, name, fields):
 
 
 def test_archive_bomb_raises(tmp_path, monkeypatch):
-    large = archive(tmp_path / "large.tgz", [("1.xml", bytes(openi_xml.MAX_XML_BYTES + 1))])
+    large = archive(tmp_path / "large.tgz", [("1.xml", bytes(openi.MAX_XML_BYTES + 1))])
     with raises(CorpusError, "too_large"):
         list(iter_openi_reports(large))
-    monkeypatch.setattr(openi_xml, "MAX_ARCHIVE_BYTES", 1 << 20)
+    monkeypatch.setattr(openi, "MAX_ARCHIVE_BYTES", 1 << 20)
     many = archive(tmp_path / "many.tgz", [(f"{number}.txt", bytes(100_000)) for number in range(20)])
     with raises(CorpusError, "too_large"):
         list(iter_openi_reports(many))

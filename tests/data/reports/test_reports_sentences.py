@@ -3,7 +3,7 @@
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from medvl.data.reports.laterality import swap_laterality
+from medvl.data.reports.cleaning import swap_laterality
 from medvl.data.reports.sentences import split_sentences
 
 SENTENCES = [

@@ -14,14 +14,13 @@ from helpers.shard_plans import OPTIONS
 from medvl.cli import main as cli
 from medvl.data.convert.options import ShardRun
 from medvl.data.convert.pipeline import write_shards
-from medvl.data.corpora.common.row_counts import RowCounts
+from medvl.data.corpora.common.rows import RowCounts
 from medvl.data.corpora.common.tables import Plan, Record
 from medvl.data.images.codecs import decode_image, encode_jpeg
-from medvl.data.privacy.deidentify import Deidentifier
-from medvl.data.shards import duplicate_images
-from medvl.data.shards.duplicate_images import SAME, HashedImages, hash_images, perceptual_hash, shared_images
+from medvl.data.privacy import Deidentifier
+from medvl.data.shards import verify
 from medvl.data.shards.source import ShardSource
-from medvl.data.shards.verify import find_overlaps
+from medvl.data.shards.verify import SAME, HashedImages, find_overlaps, hash_images, perceptual_hash, shared_images
 from medvl.phantom import World, draw
 from medvl.schema import Sample
 
@@ -125,7 +124,7 @@ def hashed(bits_N2K: np.ndarray, prefix: str) -> HashedImages:
 
 
 def test_shared_images_equal_a_direct_count_of_differing_bits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(duplicate_images, "_BLOCK", 3)  # several blocks, the last one incomplete
+    monkeypatch.setattr(verify, "_BLOCK", 3)  # several blocks, the last one incomplete
     rng = np.random.default_rng(0)
     bits_N2K = rng.random((10, 2, 255)) < 0.5
     other_M2K = rng.random((8, 2, 255)) < 0.5

@@ -8,13 +8,12 @@ from helpers.shard_plans import OPTIONS, make_plan
 
 from medvl.data.convert.options import ShardRun
 from medvl.data.convert.pipeline import write_shards
-from medvl.data.privacy.deidentify import Deidentifier
+from medvl.data.privacy import Deidentifier
 from medvl.data.shards.source import ShardSource
 from medvl.data.transforms.image import EvalTransform
 from medvl.data.transforms.text import WholeText
 from medvl.errors import ConfigError, ShardError
-from medvl.train.tasks.common import LoaderConfig
-from medvl.train.tasks.pretraining import DataConfig
+from medvl.train.tasks.pretraining import DataConfig, LoaderConfig
 
 
 @pytest.mark.parametrize("name", ["", "valid"])

@@ -10,7 +10,7 @@ from helpers.shard_plans import OPTIONS, make_plan, reseal
 from medvl.cli import main as cli
 from medvl.data.convert.options import ShardRun
 from medvl.data.convert.pipeline import write_shards
-from medvl.data.privacy.deidentify import Deidentifier
+from medvl.data.privacy import Deidentifier
 from medvl.data.shards.format import Index, Manifest
 from medvl.data.shards.verify import check_against, compare_counts, verify_folder
 from medvl.errors import SplitError

@@ -17,8 +17,8 @@ from helpers.shard_plans import OPTIONS, contents, make_plan
 from medvl.data.convert.options import ShardRun
 from medvl.data.convert.pipeline import write_shards
 from medvl.data.loading.loader import open_loader
-from medvl.data.loading.subset import no_text
-from medvl.data.privacy.deidentify import Deidentifier
+from medvl.data.loading.sources import no_text
+from medvl.data.privacy import Deidentifier
 from medvl.data.shards.source import ShardSource
 from medvl.data.shards.upload import upload_shards
 from medvl.data.shards.verify import verify_folder

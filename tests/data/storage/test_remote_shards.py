@@ -14,10 +14,9 @@ from helpers.shard_plans import OPTIONS, make_plan
 
 from medvl.data.convert.options import ShardRun
 from medvl.data.convert.pipeline import write_shards
-from medvl.data.loading.concat import ConcatSource
 from medvl.data.loading.loader import Loader, open_loader
-from medvl.data.loading.subset import Subset
-from medvl.data.privacy.deidentify import Deidentifier
+from medvl.data.loading.sources import ConcatSource, Subset
+from medvl.data.privacy import Deidentifier
 from medvl.data.shards.source import ShardSource
 from medvl.data.shards.verify import verify_folder
 from medvl.data.storage.cache import Cache

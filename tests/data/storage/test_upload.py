@@ -12,7 +12,7 @@ from helpers.shard_plans import OPTIONS, contents, make_plan
 from medvl.cli.main import main
 from medvl.data.convert.options import ShardRun
 from medvl.data.convert.pipeline import write_shards
-from medvl.data.privacy.deidentify import Deidentifier
+from medvl.data.privacy import Deidentifier
 from medvl.data.shards.format import Manifest
 from medvl.data.shards.upload import upload_shards
 from medvl.data.shards.verify import verify_folder

@@ -20,9 +20,9 @@ from PIL import Image
 from medvl.cli.main import main
 from medvl.data.corpora import webdataset_tars
 from medvl.data.images.codecs import encode_jpeg, encode_png
-from medvl.data.loading.subset import no_text
+from medvl.data.loading.sources import no_text
 from medvl.data.loading.webdataset_loader import WebdatasetLoader, open_webdataset_loader
-from medvl.data.privacy.deidentify import Deidentifier
+from medvl.data.privacy import Deidentifier
 from medvl.data.shards.format import Manifest
 from medvl.data.shards.source import ShardSource
 from medvl.data.shards.verify import verify_folder

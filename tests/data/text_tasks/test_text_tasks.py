@@ -9,10 +9,9 @@ from typing import Any
 import pytest
 from helpers.errors import raises
 
-from medvl.data.text_tasks import release_files
+from medvl.data.text_tasks import releases
 from medvl.data.text_tasks.read import available_tasks, read_text_task
-from medvl.data.text_tasks.relations import RelationText, relation_text
-from medvl.data.text_tasks.tasks import TASKS, TextExample
+from medvl.data.text_tasks.tasks import TASKS, RelationText, TextExample, relation_text
 from medvl.errors import CorpusError
 from medvl.eval.text_tasks.metrics import entity_spans, summed_metric
 
@@ -292,7 +291,7 @@ def test_files_outside_of_a_release_and_endless_ones_are_not_read(
         write(root / "train_files.tsv", name)
         with raises(CorpusError, code, None if code in ("outside_folder", "not_a_file") else "data"):
             read_text_task(root.parent, TASKS["ddi"])
-    monkeypatch.setattr(release_files, "MAX_FILE_BYTES", 40)
+    monkeypatch.setattr(releases, "MAX_FILE_BYTES", 40)
     with raises(CorpusError, "too_large"):
         read_text_task(root.parent, TASKS["ddi"])
     compact = tmp_path / "data/gad/train.jsonl.gz"

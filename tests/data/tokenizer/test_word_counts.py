@@ -10,9 +10,9 @@ from medvl.data.convert.options import ShardRun
 from medvl.data.convert.pipeline import write_shards
 from medvl.data.corpora.common.documents import Document
 from medvl.data.corpora.text import plan
-from medvl.data.privacy.deidentify import Deidentifier
+from medvl.data.privacy import Deidentifier
 from medvl.data.tokenizer.tokenizer import load_tokenizer, train_wordpiece
-from medvl.data.tokenizer.word_counts import count_words
+from medvl.data.tokenizer.wordpiece_trainer import count_words
 
 RNG = random.Random(0)
 TEXTS = [" ".join(f"Gene{RNG.randrange(40)}-{RNG.randrange(9)},x" for _ in range(20)) for _ in range(30)] + ["___ seen"]

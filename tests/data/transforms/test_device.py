@@ -23,16 +23,15 @@ from medvl.data.convert.pipeline import write_shards
 from medvl.data.loading.collate import Collate, ItemMaker
 from medvl.data.loading.dense_targets import DenseTargets
 from medvl.data.loading.loader import Loader, open_loader
-from medvl.data.loading.subset import no_text
-from medvl.data.privacy.deidentify import Deidentifier
+from medvl.data.loading.sources import no_text
+from medvl.data.privacy import Deidentifier
 from medvl.data.shards.source import ShardSource
 from medvl.data.transforms.device import augment_batch, augment_images
 from medvl.data.transforms.image import BuiltTransform, ConVIRTAugmentation, EvalTransform
 from medvl.data.transforms.text import WholeText
 from medvl.errors import ConfigError
 from medvl.schema import Batch, Inputs, Sample
-from medvl.train.parallel.batches import BatchStream
-from medvl.train.parallel.prefetch import SideStream, place
+from medvl.train.parallel.distributed import BatchStream, SideStream, place
 
 NOTHING: dict[str, Any] = {
     "rotation": 0, "translation": 0, "scale": (1.0, 1.0), "brightness": 0, "contrast": 0, "blur_sigma": (0.1, 0.1),

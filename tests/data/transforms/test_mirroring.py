@@ -9,8 +9,8 @@ from helpers.eval_fakes import FakeSource
 
 from medvl.data import ConVIRTAugmentation, DenseTargets, LViTAugmentation, WholeText, encode_runs, open_loader
 from medvl.data.loading.dense_targets import DenseBatch
-from medvl.data.loading.subset import no_text
-from medvl.data.transforms.mirroring import mirror_labels, texts_and_names
+from medvl.data.loading.sources import no_text
+from medvl.data.transforms.turning import mirror_labels, texts_and_names
 from medvl.schema import Batch, Sample
 
 LABELS = ("left_effusion", "right_effusion", "Cardiomegaly", "side=left")

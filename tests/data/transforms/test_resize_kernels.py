@@ -11,8 +11,7 @@ from helpers.errors import raises
 from PIL import Image
 
 from medvl.data import EvalTransform
-from medvl.data.transforms.image import Box
-from medvl.data.transforms.resizing import resize
+from medvl.data.transforms.image import Box, resize
 from medvl.errors import ConfigError
 
 FILTERS = {"bicubic": Image.Resampling.BICUBIC, "bilinear": Image.Resampling.BILINEAR}

@@ -14,15 +14,13 @@ from torch import Tensor, nn
 
 from medvl.cli import main as cli
 from medvl.data.loading.loader import open_loader
-from medvl.data.loading.subset import no_text
+from medvl.data.loading.sources import no_text
 from medvl.data.transforms.image import EvalTransform
 from medvl.data.transforms.text import WholeText
 from medvl.errors import EvaluationError
-from medvl.eval.change.evaluate import ChangeResult, change_classification
+from medvl.eval.change.evaluate import ChangeResult, change_classification, cross_validated_scores, load_change_prompts
 from medvl.eval.change.page import write_change_page
-from medvl.eval.change.probe import cross_validated_scores
-from medvl.eval.change.prompts import load_change_prompts
-from medvl.eval.core.publish import PageHeader
+from medvl.eval.core.results import PageHeader
 from medvl.schema import CHANGES, Embeddings, Inputs, Sample
 
 LABELS = [  # of images 1, 2, ...; image 0 is the prior image of all

@@ -9,10 +9,9 @@ from helpers.eval_fakes import FakeLoader, FakeModel, make_source
 
 from medvl.errors import EvaluationError
 from medvl.eval import LabelPolicy, zero_shot
-from medvl.eval.core.publish import PageHeader
-from medvl.eval.robustness.sentences import paraphrases, statements
-from medvl.eval.zero_shot_classification.evaluate import ZeroShotResult
-from medvl.eval.zero_shot_classification.page import write_zero_shot_page
+from medvl.eval.core.results import PageHeader
+from medvl.eval.robustness.image_versions import paraphrases, statements
+from medvl.eval.zero_shot_classification.evaluate import ZeroShotResult, write_zero_shot_page
 from medvl.eval.zero_shot_classification.prompts import load_prompts
 
 PROPER = ("Cardiomegaly", "Edema", "Pleural Effusion")

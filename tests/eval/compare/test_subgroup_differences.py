@@ -14,31 +14,35 @@ from helpers.eval_fakes import FakeSource, make_source
 from helpers.html_pages import read
 from sklearn.metrics import roc_auc_score
 
-from medvl.data.annotations.phrases import Phrase
-from medvl.data.annotations.questions import Question
+from medvl.data.annotations import Phrase, Question
 from medvl.eval.change.evaluate import ChangeResult, change_metrics
 from medvl.eval.classification.scored_images import ScoredImages, evaluate_scores
 from medvl.eval.compare.compare import Comparison, compare, find_runs
 from medvl.eval.compare.page import format_comparison, write_comparison
-from medvl.eval.compare.predictions import read_items
-from medvl.eval.core.metric_rows import MetricGroup, label_mean_metrics, measure, ranking_metrics
+from medvl.eval.compare.readers import read_items
+from medvl.eval.core.metric_rows import MetricGroup, label_mean_metrics, measure, ranking_metrics, subgroups_of
 from medvl.eval.core.results import Results, write_results
-from medvl.eval.core.subgroups import subgroups_of
-from medvl.eval.dense.box_metrics import AP_CONVENTIONS, APConvention, ImageDetections
 from medvl.eval.dense.detection import DetectedImage, DetectionResult, detection_groups
-from medvl.eval.dense.mask_metrics import THRESHOLDS, MaskThreshold, mask_areas, pixel_auroc, stack
+from medvl.eval.dense.metrics import (
+    AP_CONVENTIONS,
+    THRESHOLDS,
+    APConvention,
+    ImageDetections,
+    MaskThreshold,
+    mask_areas,
+    pixel_auroc,
+    stack,
+)
 from medvl.eval.dense.segmentation import SegmentationResult, SegmentedImage, segmentation_groups
 from medvl.eval.grounding.evaluate import GroundedPhrase, GroundingResult
-from medvl.eval.masked_prediction.evaluate import MaskedPredictionResult
-from medvl.eval.masked_prediction.words import HiddenWord, Sentences
-from medvl.eval.matching.evaluate import Items, MatchingResult, matching_groups
+from medvl.eval.masked_prediction import HiddenWord, MaskedPredictionResult, Sentences
+from medvl.eval.matching import Items, MatchingResult, matching_groups
 from medvl.eval.probing.evaluate import ProbeResult
 from medvl.eval.report_generation.evaluate import GeneratedReport, evaluate_reports
 from medvl.eval.retrieval.by_class import ClassRetrievalResult, Queries, Query, precision_metrics
 from medvl.eval.retrieval.image_text import Gallery, RetrievalResult, rank_rows
 from medvl.eval.vqa.evaluate import evaluate_answers
-from medvl.eval.vqa.predictions import Prediction
-from medvl.eval.vqa.question_set import VQAData
+from medvl.eval.vqa.predictions import Prediction, VQAData
 from medvl.schema import Sample
 
 COUNT = 48

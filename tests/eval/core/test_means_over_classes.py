@@ -12,9 +12,8 @@ from medvl.eval import bootstrap_auroc, zero_shot
 from medvl.eval.compare.compare import compare, find_runs
 from medvl.eval.core.bootstrap import mean_over_labels, resample_counts
 from medvl.eval.core.metric_rows import decision_metrics, measure, ranking_metrics
-from medvl.eval.core.publish import PageHeader
-from medvl.eval.core.results import write_results
-from medvl.eval.zero_shot_classification.page import write_zero_shot_page
+from medvl.eval.core.results import PageHeader, write_results
+from medvl.eval.zero_shot_classification.evaluate import write_zero_shot_page
 
 NAMES = ("Edema", "Fracture")
 

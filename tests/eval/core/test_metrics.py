@@ -7,7 +7,7 @@ from sklearn import metrics as reference
 
 from medvl.errors import EvaluationError
 from medvl.eval import choose_threshold
-from medvl.eval.core import bootstrap, curves
+from medvl.eval.core import bootstrap, bootstrap as curves
 from medvl.eval.core.metrics import CALIBRATION_METRICS, DECISION_METRICS, DecisionColumn, ProbabilityColumn
 
 REFEREES = {

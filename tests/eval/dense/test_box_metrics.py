@@ -10,7 +10,8 @@ from helpers.errors import raises
 
 from medvl.errors import EvaluationError
 from medvl.eval.core.bootstrap import resample_counts
-from medvl.eval.dense.box_metrics import (
+from medvl.eval.dense.detection import match_by_label, precision_group
+from medvl.eval.dense.metrics import (
     ALL_OVERLAPS,
     AP_CONVENTIONS,
     OVERLAPS,
@@ -21,7 +22,6 @@ from medvl.eval.dense.box_metrics import (
     choose_score_threshold,
     match_boxes,
 )
-from medvl.eval.dense.detection import match_by_label, precision_group
 
 NOTHING = np.zeros((0, 4))
 

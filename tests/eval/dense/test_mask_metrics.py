@@ -9,7 +9,7 @@ import pytest
 from helpers.errors import raises
 
 from medvl.errors import EvaluationError
-from medvl.eval.dense.mask_metrics import (
+from medvl.eval.dense.metrics import (
     MIN_SHARES,
     THRESHOLDS,
     EmptyRule,

@@ -9,15 +9,16 @@ from helpers.errors import raises
 from medvl.errors import EvaluationError
 from medvl.eval.generation.distances import (
     FeatureSet,
+    NearestImages,
     frechet_distance,
     jackknife,
     kernel_distance,
     kernel_distance_subsets,
+    manifolds,
     matched_draws,
     subset_size,
 )
-from medvl.eval.generation.diversity import ms_ssim, pairs_across, pairs_within
-from medvl.eval.generation.neighbours import NearestImages, manifolds
+from medvl.eval.generation.fidelity import ms_ssim, pairs_across, pairs_within
 
 
 def normal(count: int, dim: int, seed: int, *, mean: float = 0.0, scale: float = 1.0) -> np.ndarray:
@@ -147,7 +148,7 @@ def test_manifolds_see_what_is_missing_and_what_is_wrong():
 
 
 def test_nearest_images_match_a_full_search_in_any_blocks(monkeypatch):
-    monkeypatch.setattr("medvl.eval.generation.neighbours._BLOCK", 7)
+    monkeypatch.setattr("medvl.eval.generation.distances._BLOCK", 7)
     generator = torch.Generator().manual_seed(0)
     query, images = (torch.randn(n, 5, generator=generator) for n in (4, 33))
     nearest = NearestImages(query, 3)

@@ -27,8 +27,7 @@ from medvl.data.transforms.image import EvalTransform
 from medvl.errors import ConfigError, EvaluationError, SplitError
 from medvl.eval import MetricRow, read_results
 from medvl.eval.compare.compare import compare, find_runs
-from medvl.eval.core.publish import PageHeader
-from medvl.eval.core.results import write_results
+from medvl.eval.core.results import PageHeader, write_results
 from medvl.eval.generation.evaluate import GenerationModels, GenerationOptions, evaluate_generation
 from medvl.eval.generation.fidelity import FidelityOptions
 from medvl.eval.generation.findings import Resampling

@@ -13,12 +13,14 @@ from torch import Tensor, nn
 from medvl.data.reports.labeler import CONVENTIONS
 from medvl.data.transforms.image import EvalTransform
 from medvl.errors import ConfigError, EvaluationError, SplitError
-from medvl.eval.classification.label_policy import LabelPolicy
-from medvl.eval.generation.alignment import align, alignment_rows, check_separate
+from medvl.eval.classification.scored_images import LabelPolicy
 from medvl.eval.generation.evaluate import GenerationOptions
-from medvl.eval.generation.finding_classifier import FindingClassifier
 from medvl.eval.generation.findings import (
+    FindingClassifier,
     Resampling,
+    align,
+    alignment_rows,
+    check_separate,
     double,
     negated_findings,
     prompted_findings,
@@ -29,8 +31,7 @@ from medvl.eval.generation.findings import (
 )
 from medvl.eval.generation.inputs import GeneratedSource, ImageSet, LoaderOptions
 from medvl.eval.generation.usefulness import UseOptions, use_rows
-from medvl.eval.probing.features import FeatureTable
-from medvl.eval.probing.solver import LinearProbe
+from medvl.eval.probing.features import FeatureTable, LinearProbe
 from medvl.schema import FINDINGS, Embeddings, Sample
 
 RESAMPLING = Resampling(resamples=50)

@@ -23,13 +23,25 @@ from torch import Tensor, nn
 from medvl.data.transforms.image import Box, EvalTransform
 from medvl.errors import EvaluationError
 from medvl.eval.core.metric_rows import measure
-from medvl.eval.core.publish import PageHeader
-from medvl.eval.core.results import read_results, write_results
-from medvl.eval.grounding.evaluate import GroundingResult, label_mean_metrics, phrase_grounding, stored_boxes
-from medvl.eval.grounding.heatmaps import best_cosine, choose_maps, embed_patches, phrase_maps, smooth
-from medvl.eval.grounding.metrics import MapRules, map_metrics, region_mask
+from medvl.eval.core.results import PageHeader, read_results, write_results
+from medvl.eval.grounding.evaluate import (
+    GroundingResult,
+    grounding_protocol,
+    label_mean_metrics,
+    phrase_grounding,
+    stored_boxes,
+)
+from medvl.eval.grounding.heatmaps import (
+    MapRules,
+    best_cosine,
+    choose_maps,
+    embed_patches,
+    map_metrics,
+    phrase_maps,
+    region_mask,
+    smooth,
+)
 from medvl.eval.grounding.page import draw_grounding, write_grounding_page
-from medvl.eval.grounding.protocols import grounding_protocol
 from medvl.models import ConVIRTConfig
 from medvl.models.dual_encoders.convirt import ConVIRT
 from medvl.models.heatmaps import on_image

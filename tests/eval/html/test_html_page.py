@@ -18,11 +18,10 @@ from PIL import Image
 from medvl.errors import ImageError
 from medvl.eval import load_prompts, write_zero_shot_page, zero_shot
 from medvl.eval.core.metric_rows import MetricRow
-from medvl.eval.core.publish import PageHeader
-from medvl.eval.core.results import Results
+from medvl.eval.core.results import PageHeader, Results
 from medvl.eval.html import plots
-from medvl.eval.html.header import header_facts, headline
 from medvl.eval.html.page import (
+    JPEG,
     Card,
     Cards,
     Choice,
@@ -32,10 +31,11 @@ from medvl.eval.html.page import (
     Picture,
     Pictures,
     Strip,
+    header_facts,
+    headline,
     thumbnail_uri,
     write_page,
 )
-from medvl.eval.html.picture_files import JPEG
 from medvl.eval.html.tables import Cell, Table, as_csv, as_latex, as_markdown
 from medvl.eval.zero_shot_classification.evaluate import ZeroShotResult
 

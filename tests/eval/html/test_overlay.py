@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from medvl.data.transforms.image import Box, EvalTransform
-from medvl.eval.html.overlay import draw_map, peak_ratio, to_pixels
+from medvl.eval.html.plots import draw_map, peak_ratio, to_pixels
 
 SHAPES = [(60, 100), (100, 60), (80, 80)]
 FITS = ["crop", "pad", "squash"]

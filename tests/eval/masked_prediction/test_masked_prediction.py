@@ -17,8 +17,8 @@ from medvl.data.tokenizer.tokenizer import Tokenizer, train_wordpiece
 from medvl.errors import ConfigError, EvaluationError
 from medvl.eval import evaluate_masked_prediction, write_masked_prediction_page, write_results
 from medvl.eval.compare.compare import compare, find_runs
-from medvl.eval.core.publish import PageHeader
-from medvl.eval.masked_prediction.words import hidden_words
+from medvl.eval.core.results import PageHeader
+from medvl.eval.masked_prediction import hidden_words
 from medvl.models import create_model
 from medvl.models.checkpoint import save
 

@@ -14,8 +14,8 @@ from helpers.fusion_samples import SIDE, TEXTS, tiny_model, tiny_tokenizer
 import medvl
 from medvl.errors import ConfigError, EvaluationError
 from medvl.eval import ShortlistModel, image_text_matching, reranked_retrieval, write_matching_page
-from medvl.eval.core.publish import PageHeader
-from medvl.eval.matching.evaluate import MIRROR, OTHER, OWN, choose_texts
+from medvl.eval.core.results import PageHeader
+from medvl.eval.matching import MIRROR, OTHER, OWN, choose_texts
 from medvl.eval.robustness.scorers import make_scorer
 from medvl.models import FusionModel
 from medvl.models.downstream.retrieval import RetrievalModel
@@ -92,7 +92,7 @@ def test_metrics_and_page(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> No
         ]
         return torch.tensor(values, dtype=torch.float32)
 
-    monkeypatch.setattr("medvl.eval.matching.evaluate.match_scores", fake)
+    monkeypatch.setattr("medvl.eval.matching.match_scores", fake)
     result = image_text_matching(model, loader, resamples=20)
     count, odd = len(result.samples), len(result.samples) // 2
     assert result.results.row("above_other", "all").value == pytest.approx((odd + (count - odd) / 2) / count)

@@ -18,17 +18,23 @@ from sklearn.linear_model import LogisticRegression
 
 import medvl
 from medvl.data.loading.loader import open_loader
-from medvl.data.loading.sources import FileSource
-from medvl.data.loading.subset import Subset, label_fraction, no_text
+from medvl.data.loading.sources import FileSource, Subset, label_fraction, no_text
 from medvl.data.transforms.text import WholeText
 from medvl.errors import ConfigError, EvaluationError, SplitError
 from medvl.eval import linear_probe, write_probe_page
-from medvl.eval.classification.label_policy import LabelPolicy
-from medvl.eval.core.publish import PageHeader
+from medvl.eval.classification.scored_images import LabelPolicy
+from medvl.eval.core.results import PageHeader
 from medvl.eval.probing.evaluate import PENALTIES
-from medvl.eval.probing.features import FeatureTable, ProbedEncoder, encode_features
+from medvl.eval.probing.features import (
+    FeatureTable,
+    ProbedEncoder,
+    Standardizer,
+    comparable_probabilities,
+    encode_features,
+    fit_logistic,
+    fit_path,
+)
 from medvl.eval.probing.fitted import FittedProbe
-from medvl.eval.probing.solver import Standardizer, comparable_probabilities, fit_logistic, fit_path
 
 NAMES = ("Edema", "Fracture", "Cardiomegaly")
 

@@ -30,8 +30,7 @@ from medvl.eval.zero_shot_classification.scores import _text_functions
 from medvl.models.registry import system as system_of
 from medvl.phantom import write_chexpert
 from medvl.schema import COMPETITION_FINDINGS, FINDINGS
-from medvl.train.recipe_cli import choose
-from medvl.train.recipe_files import find_recipe
+from medvl.train.recipe_files import choose, find_recipe
 
 ROOT = Path(__file__).parents[3]
 RECIPES = {path.stem for path in (ROOT / "recipes").glob("*.py")}

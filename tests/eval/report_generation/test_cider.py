@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from medvl.eval.report_generation.cider import Cider
+from medvl.eval.report_generation.metrics import Cider
 
 REFERENCES = [text.split() for text in (
     "there is a small left effusion",

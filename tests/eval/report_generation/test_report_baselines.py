@@ -16,7 +16,6 @@ from medvl.cli import main as cli
 from medvl.data.reports.labeler import label_report
 from medvl.errors import CorpusError, EvaluationError
 from medvl.eval import GeneratedReport, evaluate_reports, read_results
-from medvl.eval.report_generation.clinical_f1 import positive_findings
 from medvl.eval.report_generation.evaluate import (
     AGAINST_LABELS,
     ONE_REPORT,
@@ -24,7 +23,7 @@ from medvl.eval.report_generation.evaluate import (
     ReportResult,
     constant_report,
 )
-from medvl.eval.report_generation.nlg_metrics import words
+from medvl.eval.report_generation.metrics import positive_findings, words
 from medvl.models.checkpoint import save
 from medvl.phantom import World, compose_report, read_truth, write_mimic_cxr_jpg
 from medvl.schema import COMPETITION_FINDINGS, FINDINGS

@@ -24,16 +24,15 @@ from medvl.errors import ConfigError, EvaluationError
 from medvl.eval import GeneratedReport, ReportEval, evaluate_reports, generate_reports, read_results, write_report_page
 from medvl.eval.core.bootstrap import bootstrap_indices
 from medvl.eval.core.metric_rows import measure
-from medvl.eval.core.publish import PageHeader
-from medvl.eval.core.results import Results
+from medvl.eval.core.results import PageHeader, Results
 from medvl.eval.report_generation import generate
-from medvl.eval.report_generation.cider import Cider
-from medvl.eval.report_generation.clinical_f1 import positive_findings
-from medvl.eval.report_generation.consensus import mbr_select
 from medvl.eval.report_generation.evaluate import OTHER_IMAGES
-from medvl.eval.report_generation.nlg_metrics import (
+from medvl.eval.report_generation.generate import mbr_select
+from medvl.eval.report_generation.metrics import (
+    Cider,
     common_subsequence,
     overlap_metrics,
+    positive_findings,
     report_scores,
     words,
     words_and_stops,

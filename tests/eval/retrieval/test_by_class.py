@@ -11,14 +11,12 @@ from helpers.errors import raises
 from helpers.eval_fakes import FakeLoader, FakeModel, make_source, text_vector
 from helpers.retrieval_images import noisy_images, unit_images
 
-from medvl.data.privacy.deidentify import Deidentifier
+from medvl.data.privacy import Deidentifier
 from medvl.errors import CorpusError, EvaluationError
 from medvl.eval import RetrievalList, class_retrieval, image_retrieval
 from medvl.eval.compare.compare import compare, find_runs
-from medvl.eval.core.publish import PageHeader
-from medvl.eval.core.results import write_results
-from medvl.eval.retrieval.by_class import precision_at
-from medvl.eval.retrieval.by_class_page import write_class_retrieval_page
+from medvl.eval.core.results import PageHeader, write_results
+from medvl.eval.retrieval.by_class import precision_at, write_class_retrieval_page
 from medvl.eval.retrieval.candidate_lists import CHEXPERT_8X200, read_chexpert_8x200, sample_list
 from medvl.schema import Embeddings
 

@@ -14,10 +14,9 @@ from helpers.retrieval_images import noisy_images, unit_images
 from PIL import Image
 
 from medvl.eval import write_retrieval_page
-from medvl.eval.core.publish import PageHeader
+from medvl.eval.core.results import PageHeader
 from medvl.eval.html import plots
-from medvl.eval.retrieval.examples import RetrievalExamples, principal_plane
-from medvl.eval.retrieval.image_text import RetrievalResult, image_text_retrieval
+from medvl.eval.retrieval.image_text import RetrievalExamples, RetrievalResult, image_text_retrieval, principal_plane
 
 TEXTS = [f"report <{index % 12}>" for index in range(30)]
 

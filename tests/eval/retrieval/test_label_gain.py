@@ -9,9 +9,9 @@ from helpers.eval_fakes import FakeLoader, FakeModel, make_source, text_vector
 from helpers.retrieval_images import noisy_images
 
 from medvl.eval import image_text_retrieval, write_retrieval_page
-from medvl.eval.core.publish import PageHeader
+from medvl.eval.core.results import PageHeader
 from medvl.eval.retrieval import similarity as similarity_module
-from medvl.eval.retrieval.label_gain import relevance
+from medvl.eval.retrieval.similarity import relevance
 
 NAMES = ("A", "B", "C")
 TEXTS = [f"report {index % 40}" for index in range(60)]

@@ -14,11 +14,11 @@ from helpers.fusion_samples import SIDE, TEXTS, tiny_model, tiny_tokenizer
 from helpers.shard_plans import OPTIONS, make_plan
 from torch import Tensor, nn
 
+from medvl.cli.eval.images import retrieval
 from medvl.cli.eval.options import EvalOptions
-from medvl.cli.eval.retrieval import retrieval
 from medvl.data.convert.options import ShardRun
 from medvl.data.convert.pipeline import write_shards
-from medvl.data.privacy.deidentify import Deidentifier
+from medvl.data.privacy import Deidentifier
 from medvl.data.tokenizer.tokenizer import Tokenizer
 from medvl.errors import ConfigError, EvaluationError
 from medvl.eval import reranked_retrieval

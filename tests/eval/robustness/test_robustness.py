@@ -18,23 +18,24 @@ from torch import Tensor
 
 from medvl.errors import ConfigError, EvaluationError, ShardError
 from medvl.eval import LabelPolicy, RobustnessSettings, evaluate_robustness, write_robustness_page
-from medvl.eval.compare.predictions import read_items
+from medvl.eval.compare.readers import read_items
 from medvl.eval.core.metric_rows import MetricRow, measure
-from medvl.eval.core.publish import PageHeader
-from medvl.eval.core.results import Results, checkpoint_sha256, write_results
+from medvl.eval.core.results import PageHeader, Results, checkpoint_sha256, write_results
 from medvl.eval.robustness.assemble import assemble
 from medvl.eval.robustness.evaluate import RobustnessResult
 from medvl.eval.robustness.image_versions import (
     CORRUPTIONS,
     MADE_UP,
+    PARAPHRASES,
     Version,
     VersionSource,
     corruption_versions,
     made_up_versions,
+    paraphrases,
+    statements,
 )
 from medvl.eval.robustness.passes import score_everything
 from medvl.eval.robustness.scorers import ClassifierScorer, Scorer, make_scorer
-from medvl.eval.robustness.sentences import PARAPHRASES, paraphrases, statements
 from medvl.eval.zero_shot_classification.calibration import Calibration
 from medvl.eval.zero_shot_classification.prompts import load_prompts
 from medvl.models import FusionModel, create_model

@@ -13,7 +13,7 @@ from helpers.errors import raises
 from sklearn.metrics import f1_score
 
 from medvl.cli import main as cli
-from medvl.cli.eval import text as text_command
+from medvl.cli.eval import texts as text_command
 from medvl.data.text_tasks.tasks import TASKS, TextExample
 from medvl.data.tokenizer.tokenizer import Tokenizer, load_tokenizer, train_wordpiece
 from medvl.encoders import create_text_encoder
@@ -33,14 +33,19 @@ from medvl.eval.compare.compare import compare, find_runs
 from medvl.eval.core.metric_rows import MetricRow, measure
 from medvl.eval.core.results import Results, write_results
 from medvl.eval.text_tasks import evaluate
-from medvl.eval.text_tasks.aggregate import ScoredTask, score_rows
-from medvl.eval.text_tasks.baselines import baselines
-from medvl.eval.text_tasks.encoding import encode_task
 from medvl.eval.text_tasks.evaluate import TaskRun, TextTaskResult, complete_tasks
-from medvl.eval.text_tasks.finetune import finetune, predict
-from medvl.eval.text_tasks.metrics import Summed, entity_spans, mean_over_seeds, summed_metric
+from medvl.eval.text_tasks.finetune import encode_task, finetune, predict
+from medvl.eval.text_tasks.metrics import (
+    ScoredTask,
+    Summed,
+    baselines,
+    entity_spans,
+    mean_over_seeds,
+    score_rows,
+    summed_metric,
+)
 from medvl.models import create_model, save
-from medvl.models.downstream.text_head import TextHead
+from medvl.models.downstream.retrieval import TextHead
 
 SIZES = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64}
 NAMES = (

@@ -5,7 +5,7 @@ from hypothesis import example, given, strategies as st
 
 import medvl
 from medvl.eval import normalize_answer
-from medvl.eval.vqa.answer_normalization import NORMALIZERS
+from medvl.eval.vqa.protocol import NORMALIZERS
 
 
 @pytest.mark.parametrize(

@@ -8,18 +8,16 @@ import pytest
 from helpers.errors import raises
 
 import medvl
-from medvl.data.annotations.questions import Question
+from medvl.data.annotations import Question
 from medvl.data.corpora.questions import vqa_rad
-from medvl.data.privacy.deidentify import Deidentifier
+from medvl.data.privacy import Deidentifier
 from medvl.errors import EvaluationError
 from medvl.eval import AnswerVocabulary, VQAData, VQAProtocol, evaluate_answers, read_results
-from medvl.eval.vqa.answer_normalization import NORMALIZERS
-from medvl.eval.vqa.baselines import baselines
+from medvl.eval.vqa.baselines import QuestionOnly, baselines, features_of
+from medvl.eval.vqa.evaluate import published_protocols_table
 from medvl.eval.vqa.examples import example_cards
 from medvl.eval.vqa.predictions import Prediction, constant_predictions, predictions_from_scores, read_predictions
-from medvl.eval.vqa.protocol import PROTOCOLS, PUBLISHED_PROTOCOLS, get_protocol
-from medvl.eval.vqa.published_protocols import published_protocols_table
-from medvl.eval.vqa.question_only_baseline import QuestionOnly, features_of
+from medvl.eval.vqa.protocol import NORMALIZERS, PROTOCOLS, PUBLISHED_PROTOCOLS, get_protocol
 
 # Questions, vocabulary, predictions
 
@@ -202,7 +200,7 @@ def ridge(counts_NF, classes_N, penalty, size):
 
 
 def test_question_only_model_equals_ridge_regression(monkeypatch):
-    monkeypatch.setattr("medvl.eval.vqa.question_only_baseline._BLOCK", 2)
+    monkeypatch.setattr("medvl.eval.vqa.baselines._BLOCK", 2)
     texts = ["is there a mass", "where is it", "is there a mass", "is it left", "a mass a mass", "is there a mass"]
     classes = [0, 2, 1, 0, 2, 0]
     names = sorted({name for text in texts for name in features_of(text)})

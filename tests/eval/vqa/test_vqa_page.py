@@ -20,28 +20,26 @@ from helpers.vqa_corpora import rad_row, write_image
 
 from medvl.cli import main as cli
 from medvl.cli.eval.options import RunOptions
-from medvl.cli.eval.vqa import vqa
+from medvl.cli.eval.texts import vqa
 from medvl.data.convert.options import ShardOptions, ShardRun
 from medvl.data.convert.pipeline import write_shards
 from medvl.data.corpora.questions import vqa_rad
 from medvl.data.images.codecs import encode_jpeg
 from medvl.data.loading.loader import Loader
-from medvl.data.loading.vqa_source import QuestionSource
-from medvl.data.privacy.deidentify import Deidentifier
+from medvl.data.loading.studies import QuestionSource
+from medvl.data.privacy import Deidentifier
 from medvl.data.shards.source import ShardSource
 from medvl.errors import ConfigError, ImageError
 from medvl.eval import VQAData, evaluate_answers, normalize_answer
 from medvl.eval.core.open import open_for_evaluation
-from medvl.eval.core.publish import PageHeader
+from medvl.eval.core.results import PageHeader
 from medvl.eval.vqa.evaluate import VQAResult
-from medvl.eval.vqa.examples import choose_examples
-from medvl.eval.vqa.explain import explain
+from medvl.eval.vqa.examples import choose_examples, explain
 from medvl.eval.vqa.page import write_vqa_page
-from medvl.eval.vqa.predict import answer_questions, question_data
-from medvl.eval.vqa.predictions import Prediction
+from medvl.eval.vqa.predictions import Prediction, answer_questions, question_data
 from medvl.models import VQA, save
-from medvl.models.downstream.vqa.attention import question_attention
 from medvl.models.downstream.vqa.config import DecoderConfig
+from medvl.models.downstream.vqa.heads import question_attention
 
 HOSTILE = "<script>alert('x')</script><img src=x onerror=alert(1)>&"
 ANSWERS = ("yes", "no", "left", "right", "two")

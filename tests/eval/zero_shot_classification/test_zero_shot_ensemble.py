@@ -17,7 +17,7 @@ import medvl
 from medvl.cli import main as cli
 from medvl.data.convert.options import ShardRun
 from medvl.data.convert.pipeline import write_shards
-from medvl.data.privacy.deidentify import Deidentifier
+from medvl.data.privacy import Deidentifier
 from medvl.data.tokenizer.tokenizer import train_wordpiece
 from medvl.data.transforms.image import OriginalTransform
 from medvl.errors import ConfigError, EvaluationError

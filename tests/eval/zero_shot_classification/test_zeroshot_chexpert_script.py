@@ -13,7 +13,7 @@ from helpers import forked
 from PIL import Image
 
 import medvl
-from medvl.data.privacy.deidentify import Deidentifier, default_salt_file
+from medvl.data.privacy import Deidentifier, default_salt_file
 from medvl.data.shards.format import Manifest
 from medvl.data.tokenizer.tokenizer import train_wordpiece
 from medvl.eval import load_prompts, read_results

@@ -17,8 +17,8 @@ from medvl.data.loading.loader import Loader, open_loader
 from medvl.data.transforms.image import Box
 from medvl.errors import EvaluationError, SplitError
 from medvl.eval import evaluate_zero_shot_masks
-from medvl.eval.dense.mask_metrics import pixel_auroc
-from medvl.eval.zero_shot_masks.evaluate import MaskLabels, PhraseSegmenter
+from medvl.eval.dense.metrics import pixel_auroc
+from medvl.eval.zero_shot_masks import MaskLabels, PhraseSegmenter
 from medvl.models.heatmaps import on_image
 from medvl.schema import Sample
 

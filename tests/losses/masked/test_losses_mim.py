@@ -9,7 +9,7 @@ from helpers.loss_checks import check_precision, check_zero_with_gradient, compa
 from torch import Tensor
 
 from medvl import losses
-from medvl.losses.masked.mim import PatchMask, mask_patches, patchify, standardize, unpatchify
+from medvl.losses.masked import PatchMask, mask_patches, patchify, standardize, unpatchify
 
 
 def seeded(seed: int = 0) -> torch.Generator:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from medvl import losses
 from medvl.data.transforms import mlm_masking
-from medvl.losses.masked.mlm import IGNORED, masked_positions
+from medvl.losses.masked import IGNORED, masked_positions
 
 BATCH, TOKENS, VOCABULARY = 5, 9, 40
 

@@ -14,10 +14,9 @@ from helpers.train_fakes import one_rank
 from torch import Tensor
 
 from medvl import losses
-from medvl.losses import fused
+from medvl.losses import precision as fused
 from medvl.losses.pairs import blockwise
-from medvl.losses.pairs.blockwise import info_nce, pairwise_sigmoid
-from medvl.losses.pairs.positives import same_pairs, text_ids
+from medvl.losses.pairs.blockwise import info_nce, pairwise_sigmoid, same_pairs, text_ids
 from medvl.losses.precision import product_dtype
 from medvl.train.parallel.distributed import machine_settings
 

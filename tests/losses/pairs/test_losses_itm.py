@@ -10,8 +10,8 @@ from hypothesis import given, settings, strategies as st
 from torch import Tensor
 
 from medvl import losses
+from medvl.losses.pairs.blockwise import name_ids, same_pairs, text_ids
 from medvl.losses.pairs.itm import MatchingPairs, hard_pairs, random_pairs
-from medvl.losses.pairs.positives import name_ids, same_pairs, text_ids
 
 
 def seeded(seed: int = 0) -> torch.Generator:

@@ -9,7 +9,7 @@ from helpers.loss_checks import check_one_number, check_precision, check_zero_wi
 from torch import Tensor
 
 from medvl import losses
-from medvl.losses.pairs.soft_targets import LabelSimilarity
+from medvl.losses.pairs.contrastive import LabelSimilarity
 
 IMAGE_LABELS = torch.tensor([[1.0, 0.0, 1.0, -1.0], [0.0, 0.0, 0.0, 1.0], [torch.nan] * 4, [1.0, 1.0, 1.0, 1.0]])
 TEXT_LABELS = torch.tensor([[0.0, torch.nan, 1.0, -1.0], [1.0, 1.0, 0.0, 1.0]])

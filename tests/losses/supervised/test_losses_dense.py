@@ -188,9 +188,9 @@ def test_lvit_counts_pixels_and_images_of_all_ranks(monkeypatch: pytest.MonkeyPa
     whole = losses.lvit(prob, mask)
     (expected,) = torch.autograd.grad(whole, prob)
     sums: list[Tensor] = []
-    monkeypatch.setattr("medvl.losses.supervised.dense.gather", lambda x: sums.append(x.detach()) or x)
+    monkeypatch.setattr("medvl.losses.supervised.gather", lambda x: sums.append(x.detach()) or x)
     losses.lvit(prob[3:], mask[3:])
-    monkeypatch.setattr("medvl.losses.supervised.dense.gather", lambda x: torch.cat([x, sums[0]]))
+    monkeypatch.setattr("medvl.losses.supervised.gather", lambda x: torch.cat([x, sums[0]]))
     own = losses.lvit(prob[:3], mask[:3])
     torch.testing.assert_close(own, whole)
     torch.testing.assert_close(torch.autograd.grad(own, prob)[0][:3], expected[:3])

@@ -16,8 +16,7 @@ from sklearn import metrics as reference
 
 import medvl
 from medvl.data.loading.loader import open_loader
-from medvl.data.loading.sources import FileSource
-from medvl.data.loading.subset import LabelPolicyView, label_fraction, no_text
+from medvl.data.loading.sources import FileSource, LabelPolicyView, label_fraction, no_text
 from medvl.data.shards.source import ShardSource
 from medvl.data.transforms.image import ConVIRTAugmentation, EvalTransform
 from medvl.data.transforms.text import WholeText
@@ -29,7 +28,7 @@ from medvl.models import Classifier, ClassifierConfig, Segmenter, create_classif
 from medvl.models.checkpoint import load, save
 from medvl.schema import Batch
 from medvl.train import OptimConfig, TrainConfig, train
-from medvl.train.tasks.classification import ClassificationDataConfig, open_classification
+from medvl.train.tasks.supervised import ClassificationDataConfig, open_classification
 
 BRIGHT = EvalTransform(size=32, fit="squash")
 

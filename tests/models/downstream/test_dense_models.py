@@ -14,7 +14,7 @@ from helpers.learning import fit
 from torch import Tensor
 
 import medvl
-from medvl.data.annotations.mask_rle import encode_runs
+from medvl.data.annotations import encode_runs
 from medvl.data.loading.dense_targets import (
     DenseBatch,
     DenseTargets,

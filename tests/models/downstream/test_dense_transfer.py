@@ -16,14 +16,14 @@ from helpers.learning import seed_of, share_of
 from torch import Tensor
 
 from medvl.cli import main as cli
-from medvl.data.annotations.mask_rle import encode_runs
+from medvl.data.annotations import encode_runs
 from medvl.data.convert.options import ShardOptions, ShardRun
 from medvl.data.convert.pipeline import write_shards
-from medvl.data.corpora.common.row_counts import RowCounts
+from medvl.data.corpora.common.rows import RowCounts
 from medvl.data.corpora.common.tables import Plan, Record
 from medvl.data.loading.dense_targets import DenseBatch
-from medvl.data.loading.subset import label_fraction
-from medvl.data.privacy.deidentify import Deidentifier
+from medvl.data.loading.sources import label_fraction
+from medvl.data.privacy import Deidentifier
 from medvl.data.shards.source import ShardSource
 from medvl.data.transforms.image import EvalTransform
 from medvl.encoders import create_image_encoder
@@ -38,13 +38,13 @@ from medvl.eval import (
     write_segmentation_page,
 )
 from medvl.eval.core.open import open_for_evaluation
-from medvl.eval.core.publish import PageHeader
-from medvl.eval.dense.box_metrics import match_boxes
+from medvl.eval.core.results import PageHeader
 from medvl.eval.dense.detection import detect_images
+from medvl.eval.dense.metrics import match_boxes
 from medvl.models import Detector, Segmenter, load, save
 from medvl.schema import Sample
 from medvl.train import Constant, OptimConfig, TrainConfig, train
-from medvl.train.tasks.dense import DenseDataConfig, open_dense
+from medvl.train.tasks.supervised import DenseDataConfig, open_dense
 
 SIDE = 64
 SQUASH = EvalTransform(size=SIDE, fit="squash")

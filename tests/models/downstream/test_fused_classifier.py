@@ -21,7 +21,7 @@ from medvl.models import FusedClassifier, FusedClassifierConfig, create_fused_cl
 from medvl.models.checkpoint import load, save
 from medvl.models.fusion_encoders.streams import DualStreamConfig
 from medvl.schema import Batch
-from medvl.train.tasks.classification import ClassificationDataConfig, open_classification
+from medvl.train.tasks.supervised import ClassificationDataConfig, open_classification
 
 LABELS = ("Edema", "Fracture", "Normal")
 TOKENIZER = tiny_tokenizer()

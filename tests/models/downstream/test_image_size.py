@@ -15,7 +15,7 @@ from helpers.vqa_corpora import write_rad_shards
 import medvl
 from medvl.errors import ConfigError
 from medvl.models import VQA, DualStreamConfig, create_vqa, save
-from medvl.models.downstream.image_size import at_image_size, resize_positions
+from medvl.models.downstream.dense_base import at_image_size, resize_positions
 from medvl.models.downstream.vqa.config import DecoderConfig
 from medvl.train import Run
 

@@ -30,14 +30,13 @@ from medvl.data import (
     train_wordpiece,
     write_shards,
 )
-from medvl.data.corpora.common.row_counts import RowCounts
+from medvl.data.corpora.common.rows import RowCounts
 from medvl.data.loading.dense_targets import DenseBatch
 from medvl.errors import ConfigError
 from medvl.eval import mask_segmentation, read_results
 from medvl.eval.core.open import open_for_evaluation
 from medvl.models import LViT, load, save, train_manifests
-from medvl.models.downstream.lvit_network import Block, LViTNetwork, PixelAttention, UNet
-from medvl.models.downstream.lvit_unlabelled import PseudoLabels, References, turned
+from medvl.models.downstream.lvit import Block, LViTNetwork, PixelAttention, PseudoLabels, References, UNet, turned
 from medvl.schema import Sample
 from medvl.train import DenseDataConfig, open_dense
 

@@ -16,18 +16,18 @@ import medvl
 from medvl.data.convert.options import ShardRun
 from medvl.data.convert.pipeline import write_shards
 from medvl.data.loading.loader import open_loader
-from medvl.data.loading.vqa_source import QuestionSource
-from medvl.data.privacy.deidentify import Deidentifier
+from medvl.data.loading.studies import QuestionSource
+from medvl.data.privacy import Deidentifier
 from medvl.data.shards.source import ShardSource
 from medvl.data.transforms.image import ConVIRTAugmentation, EvalTransform
 from medvl.data.transforms.text import WholeText
 from medvl.errors import ConfigError, CorpusError, EvaluationError
 from medvl.eval import AnswerEval, answer_questions, evaluate_answers, normalize_answer, read_answer_vocabulary
-from medvl.eval.vqa.predict import question_data
+from medvl.eval.vqa.predictions import question_data
 from medvl.models import VQA, create_vqa, save
 from medvl.models.downstream.vqa.config import VQAConfig
 from medvl.models.fusion_encoders.streams import DualStreamConfig
-from medvl.train.tasks.vqa import VQADataConfig, open_vqa
+from medvl.train.tasks.supervised import VQADataConfig, open_vqa
 
 ANSWERS = ("yes", "no", "2", "right lung")
 

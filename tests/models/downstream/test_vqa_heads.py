@@ -14,9 +14,9 @@ from helpers.vqa_corpora import write_rad_shards
 
 import medvl
 from medvl.cli.eval.options import RunOptions
-from medvl.cli.eval.vqa import vqa as eval_vqa
+from medvl.cli.eval.texts import vqa as eval_vqa
 from medvl.data.loading.loader import open_loader
-from medvl.data.loading.vqa_source import QuestionSource
+from medvl.data.loading.studies import QuestionSource
 from medvl.data.shards.source import ShardSource
 from medvl.data.tokenizer.tokenizer import Tokenizer, train_wordpiece
 from medvl.data.transforms.text import WholeText

@@ -18,7 +18,7 @@ from medvl.eval.grounding.heatmaps import choose_maps, embed_patches, phrase_map
 from medvl.models import BioViL, BioViLConfig
 from medvl.schema import Batch, Inputs
 from medvl.train.optim.grad_cache import GradCache
-from medvl.train.optim.precision import Precision
+from medvl.train.optim.optimizer import Precision
 
 BATCH = dataclasses.replace(make_batch("biovil"), has_image_B=None)
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from medvl.errors import ConfigError
 from medvl.models import BioViLT, BioViLTConfig
-from medvl.models.dual_encoders.parts.temporal import SupportsPriors, TemporalPooler, grid_sines
+from medvl.models.dual_encoders.biovil_t import SupportsPriors, TemporalPooler, grid_sines
 from medvl.schema import Inputs
 
 BATCH = dataclasses.replace(make_batch("biovil_t"), has_image_B=None)

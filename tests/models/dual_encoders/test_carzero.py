@@ -10,8 +10,8 @@ from helpers.largest import LargestTensor
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from medvl.models.dual_encoders.parts.pair_scores import pair_scores, score_head, unnormalized, with_global
-from medvl.models.dual_encoders.parts.query_decoder import QueryDecoder, QueryDecoderConfig
+from medvl.models.dual_encoders.bases.local import pair_scores, score_head, unnormalized, with_global
+from medvl.models.dual_encoders.bases.queries import QueryDecoder, QueryDecoderConfig
 from medvl.schema import Embeddings
 
 SMALL = QueryDecoderConfig(decoder_layers=2, decoder_hidden=24)

@@ -195,7 +195,7 @@ def test_losses_are_summed_with_their_weights() -> None:
 def test_grad_cache_takes_any_side(monkeypatch: pytest.MonkeyPatch) -> None:
     """Words with weights and a side of several rows a pair give the gradient of the batch at once."""
     from medvl.train.optim.grad_cache import GradCache
-    from medvl.train.optim.precision import Precision
+    from medvl.train.optim.optimizer import Precision
 
     model, batch = SYSTEMS["clip"]().eval(), make_batch("clip")
     embed = type(model).embed_pairs

@@ -10,6 +10,7 @@ from helpers.errors import raises
 from torch import Tensor, nn
 
 from medvl.errors import ConfigError
+from medvl.models.dual_encoders.bases.sentences import SentencePool, pool_sentences
 from medvl.models.dual_encoders.parts.attention import (
     AttentionPool,
     CrossAttention,
@@ -17,7 +18,6 @@ from medvl.models.dual_encoders.parts.attention import (
     attention_weights,
     clip_to_percentiles,
 )
-from medvl.models.dual_encoders.parts.sentences import SentencePool, pool_sentences
 
 MASK = torch.tensor([[True, True, False], [True, True, True], [False] * 3, [True, False, True]])
 SENTENCES = torch.tensor([[-1, 0, 0, 1, 1, -1, -1], [-1, 0, 1, 1, 3, 3, -1], [-1] * 7, [0, 0, 0, 0, 0, 0, 0]])

@@ -9,7 +9,7 @@ from helpers.errors import raises
 
 import medvl
 from medvl.errors import ConfigError, EvaluationError
-from medvl.eval.core.embeddings import embed_texts
+from medvl.eval.core.open import embed_texts
 from medvl.models import DualEncoder
 
 TINY = {"image_encoder": "resnet_tiny", "image_arguments": {}, "image_size": 64, "text_encoder": "tiny_bert"}

@@ -20,14 +20,14 @@ import medvl
 from medvl import losses
 from medvl.data.tokenizer.tokenizer import Tokenizer
 from medvl.errors import ConfigError
-from medvl.eval.core.embeddings import concatenate
+from medvl.eval.core.open import concatenate
 from medvl.eval.retrieval.similarity import Similarity, take
 from medvl.eval.zero_shot_classification.prompts import load_prompts
 from medvl.eval.zero_shot_classification.scores import PromptScorer
 from medvl.losses.local.gloria import gloria_attention, gloria_similarity
 from medvl.models import GLoRIAConfig, load_towers, save
+from medvl.models.dual_encoders.bases.local import most_slots, sum_by_slot, word_slots
 from medvl.models.dual_encoders.gloria import GLoRIA
-from medvl.models.dual_encoders.parts.words import most_slots, sum_by_slot, word_slots
 from medvl.schema import Batch, Embeddings
 
 

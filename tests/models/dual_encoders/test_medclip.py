@@ -14,7 +14,7 @@ import medvl
 from medvl.errors import ConfigError
 from medvl.schema import Batch, Inputs
 from medvl.train.optim.grad_cache import GradCache
-from medvl.train.optim.precision import Precision
+from medvl.train.optim.optimizer import Precision
 
 
 def whole(**changes: Any) -> Batch:

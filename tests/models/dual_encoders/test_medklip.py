@@ -21,9 +21,9 @@ from medvl.encoders import create_image_encoder
 from medvl.errors import CheckpointError, ConfigError
 from medvl.models import MedKLIP
 from medvl.models.dual_encoders.bases import queries
-from medvl.models.dual_encoders.parts.query_decoder import QueryDecoder, QueryDecoderConfig
+from medvl.models.dual_encoders.bases.queries import QueryDecoder, QueryDecoderConfig
 from medvl.schema import Batch, Inputs, Sample
-from medvl.train.fault_tolerance.nonfinite import BufferGuard
+from medvl.train.fault_tolerance.guards import BufferGuard
 
 ENTITIES = ("Edema", "Pneumothorax", "Pleural Effusion")
 

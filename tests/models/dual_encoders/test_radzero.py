@@ -16,9 +16,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import medvl
 from medvl.errors import ConfigError
 from medvl.eval.grounding.heatmaps import phrase_maps
-from medvl.eval.zero_shot_masks.evaluate import MaskLabels, PhraseSegmenter
+from medvl.eval.zero_shot_masks import MaskLabels, PhraseSegmenter
 from medvl.losses.local.statements import in_chunks, patch_cosine, statement_contrast
-from medvl.models.dual_encoders.parts.statements import embed_statements
+from medvl.models.dual_encoders.radzero import embed_statements
 
 
 def naive_scores(tokens_NKE: Tensor, texts_ME: Tensor, scale: float) -> Tensor:

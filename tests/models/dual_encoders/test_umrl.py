@@ -16,7 +16,7 @@ from sklearn.decomposition import PCA
 import medvl
 from medvl.data.tokenizer.tokenizer import train_wordpiece
 from medvl.errors import ConfigError
-from medvl.losses.pairs.positives import in_share
+from medvl.losses.pairs.blockwise import in_share
 from medvl.models import UMRLConfig, fit_tfidf, save
 from medvl.schema import Batch
 

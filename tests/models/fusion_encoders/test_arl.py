@@ -12,15 +12,14 @@ from torch import Tensor
 
 import medvl
 from medvl.data import EntityLinker, WholeText, read_knowledge
-from medvl.data.knowledge.linker import LinkedEntities
+from medvl.data.knowledge.finder import LinkedEntities
 from medvl.data.loading.collate import Collate, ItemMaker
 from medvl.data.tokenizer.tokenizer import Tokenizer
 from medvl.data.transforms.image import EvalTransform
 from medvl.data.transforms.mlm_masking import IGNORED, TextMasking
 from medvl.errors import ConfigError, CorpusError
 from medvl.models.checkpoint import save
-from medvl.models.fusion_encoders.arl import ARL, ARLConfig
-from medvl.models.fusion_encoders.objectives.entities import mentioned
+from medvl.models.fusion_encoders.arl import ARL, ARLConfig, mentioned
 from medvl.models.fusion_encoders.parts.knowledge import GraphAttention, GraphSizes, at_mentions, without_masked
 from medvl.schema import Batch, Sample
 

@@ -25,7 +25,7 @@ from medvl.models.checkpoint import load_towers, save
 from medvl.models.downstream.vqa.model import VQA
 from medvl.models.fusion_encoders import albef
 from medvl.models.fusion_encoders.albef import ALBEF, ALBEFConfig
-from medvl.models.fusion_encoders.parts.bert import init_from_bert
+from medvl.models.fusion_encoders.bases.bert_stream import init_from_bert
 from medvl.schema import Batch, Losses
 from medvl.train.config import OptimConfig
 from medvl.train.optim.optimizer import build_optimizer

@@ -34,18 +34,17 @@ from medvl.data import EvalTransform, WholeText
 from medvl.data.loading.collate import Collate, ItemMaker
 from medvl.encoders.presets import TEXT_PRESETS
 from medvl.eval.classification.scored_images import ScoredImages
-from medvl.eval.dense.mask_metrics import THRESHOLDS, mask_areas
+from medvl.eval.dense.metrics import THRESHOLDS, mask_areas
 from medvl.losses import lvit
 from medvl.losses.pairs.itm import hard_pairs
 from medvl.models.fusion_encoders.berthop import BERTHopConfig
 from medvl.schema import Sample
 from medvl.train import OptimConfig
 from medvl.train.loop.step import Step
-from medvl.train.optim.optimizer import build_optimizer
-from medvl.train.optim.precision import Precision
+from medvl.train.optim.optimizer import Precision, build_optimizer
 from medvl.train.parallel.distributed import RankInfo
 from medvl.train.parallel.model import DDPModel
-from medvl.train.recipe_cli import choose
+from medvl.train.recipe_files import choose
 
 RECIPES = Path(__file__).parents[3] / "recipes"
 TOKENIZER = tiny_tokenizer()

@@ -12,8 +12,7 @@ from medvl import losses
 from medvl.data.tokenizer.tokenizer import Tokenizer
 from medvl.encoders import create_image_encoder
 from medvl.errors import ConfigError
-from medvl.models.fusion_encoders.objectives.alignment import TransportedPairs, WordPatchAlignment
-from medvl.models.fusion_encoders.objectives.base import Encoded
+from medvl.models.fusion_encoders.objectives.base import Encoded, TransportedPairs, WordPatchAlignment
 from medvl.models.fusion_encoders.parts.encoder import Fused, Tokens
 from medvl.models.fusion_encoders.vilt import ViLT, ViLTConfig
 

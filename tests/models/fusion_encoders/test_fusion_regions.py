@@ -11,9 +11,9 @@ from helpers.fusion_samples import flags, make_batch, shaken, tiny_model, tiny_t
 
 from medvl import losses
 from medvl.data.tokenizer.tokenizer import Tokenizer
-from medvl.encoders.box_codes import box_code
+from medvl.encoders.regions import box_code
 from medvl.errors import ConfigError
-from medvl.models.fusion_encoders.parts.regions import RegionMask, grid_boxes, sample_region_mask
+from medvl.models.fusion_encoders.bases.region_model import RegionMask, grid_boxes, sample_region_mask
 from medvl.schema import Batch
 
 SYSTEMS = {"uniter": 7, "lxmert": 4}

@@ -11,10 +11,9 @@ from torch import nn
 
 from medvl.data.tokenizer.tokenizer import Tokenizer
 from medvl.encoders import create_image_encoder
-from medvl.encoders.box_codes import box_code, relative_boxes
-from medvl.encoders.regions import RegionEncoder
+from medvl.encoders.regions import RegionEncoder, box_code, relative_boxes
 from medvl.errors import ConfigError
-from medvl.models.downstream.image_size import at_image_size
+from medvl.models.downstream.dense_base import at_image_size
 from medvl.models.fusion_encoders.parts.inputs import ImageInput, sample_cells
 from medvl.schema import ImageFeatures
 

@@ -10,7 +10,7 @@ from helpers.fusion_samples import make_batch, shaken, tiny_model, tiny_tokenize
 
 import medvl
 from medvl.errors import ConfigError
-from medvl.losses.masked.mim import PatchMask, patchify
+from medvl.losses.masked import PatchMask, patchify
 from medvl.models import M2I2, M2I2Config
 from medvl.schema import Batch
 

@@ -11,7 +11,7 @@ from helpers.fusion_samples import TINY, flags, make_batch, shaken, tiny_model, 
 from torch import Tensor
 
 from medvl.errors import ConfigError
-from medvl.losses.masked.mim import mask_blocks, patchify
+from medvl.losses.masked import mask_blocks, patchify
 from medvl.models import MixedModel
 from medvl.schema import Batch
 

@@ -15,10 +15,9 @@ from medvl.common.seeding import seeded
 from medvl.data import ShuffledSentences
 from medvl.data.tokenizer.tokenizer import train_wordpiece
 from medvl.errors import ConfigError
-from medvl.losses.masked.mim import mask_patches
+from medvl.losses.masked import mask_patches
 from medvl.models import MRM, create_model, load_towers, save
-from medvl.models.fusion_encoders.parts.record_contrast import WeightedContrast
-from medvl.models.fusion_encoders.parts.record_words import RecordMask, RecordWords
+from medvl.models.fusion_encoders.mrm import RecordMask, RecordWords, WeightedContrast
 from medvl.schema import Batch
 
 TINY: dict[str, Any] = {

@@ -19,7 +19,7 @@ import medvl
 from medvl.encoders import create_image_encoder
 from medvl.errors import ConfigError
 from medvl.models import VQA, PTUnifier, PTUnifierConfig
-from medvl.models.fusion_encoders.parts.prompts import PromptPool
+from medvl.models.fusion_encoders.parts.inputs import PromptPool
 from medvl.schema import Batch
 
 TOKENIZER = tiny_tokenizer()

@@ -14,7 +14,7 @@ from medvl.data.loading.latents import LatentBatch
 from medvl.data.tokenizer.tokenizer import Tokenizer
 from medvl.errors import CheckpointError, ConfigError
 from medvl.models import RoentGenConfig, Sampling, UNetSizes, create_latent_diffusion, sample_images, save
-from medvl.models.image_generation.parts import NoiseSchedule, require_diffusers, to_grey, to_signal
+from medvl.models.image_generation.autoencoder import NoiseSchedule, require_diffusers, to_grey, to_signal
 from medvl.train import OptimConfig
 from medvl.train.optim.optimizer import build_optimizer
 

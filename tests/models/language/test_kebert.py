@@ -16,11 +16,11 @@ from helpers.text_shards import text_vocabulary
 from medvl.common.seeding import seeded
 from medvl.data import KnowledgeGraph, UMLSOptions, read_umls
 from medvl.data.corpora.concepts import plan
-from medvl.data.knowledge.umls import read_definitions
+from medvl.data.knowledge.graph import read_definitions
 from medvl.data.loading.text_loader import open_text_loader
-from medvl.data.privacy.deidentify import Deidentifier
+from medvl.data.privacy import Deidentifier
 from medvl.data.tokenizer.tokenizer import Tokenizer
-from medvl.data.transforms.concept_pairs import ConceptPairs
+from medvl.data.transforms.text_sequences import ConceptPairs
 from medvl.errors import ConfigError, CorpusError
 from medvl.models import ConceptScore, create_model, save
 from medvl.phantom import write_umls

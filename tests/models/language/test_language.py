@@ -17,7 +17,7 @@ from medvl.data.tokenizer.tokenizer import Tokenizer, train_wordpiece
 from medvl.data.transforms.text_sequences import TextBatch
 from medvl.errors import CheckpointError, ConfigError
 from medvl.models import checkpoint, create_model
-from medvl.models.language.score import MaskedWordScore
+from medvl.models.language.base import MaskedWordScore
 
 SMALL = {
     "hidden_size": 32,

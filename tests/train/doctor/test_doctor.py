@@ -15,33 +15,36 @@ from helpers.errors import raises
 from helpers.shard_plans import make_plan
 from torch import nn
 
-from medvl.cli import doctor as doctor_module, main as cli
-from medvl.cli.doctor import doctor, load_recipe
+from medvl.cli import main as cli, recipes as doctor_module
+from medvl.cli.recipes import doctor, load_recipe
 from medvl.data.convert.options import ShardOptions, ShardRun
 from medvl.data.convert.pipeline import write_shards
 from medvl.data.loading import profile
 from medvl.data.loading.loader import Loader, open_loader
 from medvl.data.loading.profile import Stages, time_stages
-from medvl.data.loading.subset import no_text
-from medvl.data.privacy.deidentify import Deidentifier
+from medvl.data.loading.sources import no_text
+from medvl.data.privacy import Deidentifier
 from medvl.data.shards.source import ShardSource
 from medvl.data.transforms.image import ConVIRTAugmentation, EvalTransform
 from medvl.data.transforms.text import WholeText
 from medvl.errors import ConfigError, ImageError
 from medvl.schema import Batch, Losses
 from medvl.train.config import OptimConfig, TrainConfig
-from medvl.train.doctor.diagnosis import advice, describe, limit
-from medvl.train.doctor.examine import Examination, examine
-from medvl.train.doctor.timers import (
+from medvl.train.doctor.examine import (
+    Examination,
+    advice,
+    describe,
+    examine,
     first_rows,
     flops_per_sample,
+    limit,
     matmul_flops,
     peak_memory,
     seconds_each,
     seconds_of,
 )
 from medvl.train.fault_tolerance import checkpoint
-from medvl.train.optim.precision import Precision
+from medvl.train.optim.optimizer import Precision
 from medvl.train.run import Run
 from medvl.train.tasks.pretraining import DataLoaders
 

@@ -11,7 +11,7 @@ from helpers.shard_plans import OPTIONS, make_plan
 from medvl.cli.main import main
 from medvl.data.convert.options import ShardRun
 from medvl.data.convert.pipeline import write_shards
-from medvl.data.privacy.deidentify import Deidentifier
+from medvl.data.privacy import Deidentifier
 from medvl.errors import ConfigError, StorageError
 from medvl.train.doctor.remote_shards import check_remote_shards, describe_remote_shards
 

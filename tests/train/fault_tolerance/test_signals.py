@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 
-from medvl.train.fault_tolerance.signals import StopSignals
+from medvl.train.fault_tolerance.guards import StopSignals
 
 STOPS = (signal.SIGTERM, signal.SIGINT)
 PROGRAM = """
 import os, signal, sys
-from medvl.train.fault_tolerance.signals import StopSignals
+from medvl.train.fault_tolerance.guards import StopSignals
 def send(name):
     os.kill(os.getpid(), getattr(signal, name))
 stop = StopSignals()

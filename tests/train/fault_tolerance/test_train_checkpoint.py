@@ -20,7 +20,7 @@ from helpers.train_fakes import FakeLoader, TwoTowers, train
 from safetensors import SafetensorError
 from torch import nn
 
-from medvl.common import folders
+from medvl.common import files
 from medvl.common.files import sha256
 from medvl.errors import CheckpointError, TrainingError
 from medvl.train.fault_tolerance import checkpoint
@@ -295,7 +295,7 @@ def test_failed_save_of_the_best_keeps_the_previous_best(tmp_path: Path, monkeyp
 
 def test_failed_removal_is_retried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     broken = [True]
-    discard = folders.discard
+    discard = files.discard
 
     def sometimes(folder: Path) -> None:
         if broken[0] and folder.name == "step-00000000":
@@ -307,7 +307,7 @@ def test_failed_removal_is_retried(tmp_path: Path, monkeypatch: pytest.MonkeyPat
             broken[0] = self.epoch == 0
             return batch
 
-    monkeypatch.setattr(folders, "discard", sometimes)
+    monkeypatch.setattr(files, "discard", sometimes)
     result = train(
         TwoTowers(),
         Repair(16, 4),
@@ -336,7 +336,7 @@ def test_without_symbolic_links_last_is_a_folder_of_hard_links(tmp_path: Path, m
 @pytest.mark.fault("F19")
 def test_lock_excludes_another_process_and_ends_with_it(tmp_path: Path) -> None:
     code = (
-        "import sys, pathlib; from medvl.common.folders import RunLock\n"
+        "import sys, pathlib; from medvl.common.files import RunLock\n"
         "with RunLock(pathlib.Path(sys.argv[1])): print('held', flush=True); sys.stdin.read()"
     )
     command = [sys.executable, "-c", code, str(tmp_path)]
@@ -344,9 +344,9 @@ def test_lock_excludes_another_process_and_ends_with_it(tmp_path: Path) -> None:
         assert other.stdout is not None
         assert other.stdout.readline() == "held\n"
         with raises(TrainingError, "in_use", "run_dir"):
-            folders.RunLock(tmp_path).__enter__()
+            files.RunLock(tmp_path).__enter__()
         other.kill()
-    with folders.RunLock(tmp_path):
+    with files.RunLock(tmp_path):
         pass
 
 

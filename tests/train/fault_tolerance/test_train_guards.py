@@ -12,10 +12,10 @@ from helpers.train_fakes import FakeLoader, TwoTowers, TwoTowersConfig, make_bat
 from torch import nn
 
 from medvl.errors import TrainingError
-from medvl.models.dual_encoders.parts.query_book import QueryBook
+from medvl.models.dual_encoders.bases.queries import QueryBook
 from medvl.schema import Batch, Losses
 from medvl.train.fault_tolerance import checkpoint
-from medvl.train.fault_tolerance.nonfinite import BufferGuard, LossSpikeDetector, propagate_nonfinite
+from medvl.train.fault_tolerance.guards import BufferGuard, LossSpikeDetector, propagate_nonfinite
 from medvl.train.loop.step import Step
 
 BAD = "s3"

@@ -17,9 +17,8 @@ from medvl.errors import ConfigError, TrainingError
 from medvl.models import System
 from medvl.schema import Batch, Losses
 from medvl.train import Constant, Cosine, CosineRestarts, Linear, OptimConfig, Plateau, StepDecay, seeded
-from medvl.train.optim.optimizer import build_optimizer, parameter_groups, set_lr
-from medvl.train.optim.schedule import LearningRate
-from medvl.train.parallel.batches import BatchStream
+from medvl.train.optim.optimizer import LearningRate, build_optimizer, parameter_groups, set_lr
+from medvl.train.parallel.distributed import BatchStream
 
 
 @pytest.mark.fault("N2")
@@ -123,7 +122,7 @@ def test_seeded_gives_equal_models_and_restores_the_generator() -> None:
 def test_16_bit_autocast_stays_near_32_bits_and_keeps_float32_weights(
     precision: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("medvl.train.optim.precision._cpu_multiplies_bf16", lambda: True)  # on any processor
+    monkeypatch.setattr("medvl.train.optim.optimizer._cpu_multiplies_bf16", lambda: True)  # on any processor
     full, half, ranks = Regression(), Regression(), fakes.one_rank(device)
     in_full, in_half = step_of(full, fakes.optim(), ranks=ranks), step_of(half, fakes.optim(), precision, ranks)
     for number in range(5):

@@ -18,15 +18,14 @@ from torch import nn
 
 from medvl.errors import ConfigError, TrainingError
 from medvl.losses.gather import gather
-from medvl.models.eval_mode import evaluating
+from medvl.models.base import evaluating
 from medvl.schema import Batch, Losses
 from medvl.train import Constant, Cosine, Linear, Plateau
 from medvl.train.fault_tolerance import checkpoint
-from medvl.train.loop.logger import RunLogger, console, remove_records_after
-from medvl.train.loop.meters import BestTracker, LossMeter
+from medvl.train.loop.logger import BestTracker, LossMeter, RunLogger, console, remove_records_after
 from medvl.train.loop.step import StepResult
 from medvl.train.loop.validate import validation_loss
-from medvl.train.optim.precision import Precision
+from medvl.train.optim.optimizer import Precision
 
 
 @pytest.fixture(autouse=True)

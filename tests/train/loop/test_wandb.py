@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 
 from medvl.data.loading.loader import open_loader
-from medvl.data.loading.subset import no_text
+from medvl.data.loading.sources import no_text
 from medvl.data.transforms.image import ConVIRTAugmentation
 from medvl.data.transforms.text import WholeText
 from medvl.schema import Sample

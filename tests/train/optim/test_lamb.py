@@ -5,8 +5,7 @@ import torch
 from torch import nn
 
 from medvl.train.config import OptimConfig
-from medvl.train.optim.lamb import Lamb
-from medvl.train.optim.optimizer import build_optimizer, load_optimizer_tensors, optimizer_tensors
+from medvl.train.optim.optimizer import Lamb, build_optimizer, load_optimizer_tensors, optimizer_tensors
 
 
 def test_without_decay_the_direction_is_adams_and_the_length_that_of_the_weights() -> None:

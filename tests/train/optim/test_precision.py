@@ -5,8 +5,8 @@ import logging
 import pytest
 import torch
 
-from medvl.train.optim import precision as module
-from medvl.train.optim.precision import Precision
+from medvl.train.optim import optimizer as module
+from medvl.train.optim.optimizer import Precision
 
 CPU = torch.device("cpu")
 

@@ -25,7 +25,7 @@ from medvl.train.config import TrainConfig
 from medvl.train.fault_tolerance import checkpoint
 from medvl.train.loop.step import Step
 from medvl.train.optim.grad_cache import GradCache
-from medvl.train.optim.precision import Precision
+from medvl.train.optim.optimizer import Precision
 from medvl.train.parallel.distributed import RankInfo, join
 
 COUNTS = (2, 5)

@@ -37,8 +37,7 @@ from medvl.train.config import TrainConfig
 from medvl.train.fault_tolerance import checkpoint
 from medvl.train.optim.optimizer import trainable
 from medvl.train.parallel.distributed import RankInfo, join, shared_buffers
-from medvl.train.parallel.fsdp import FSDPModel, repeated_blocks
-from medvl.train.parallel.model import DDPModel
+from medvl.train.parallel.model import DDPModel, FSDPModel, repeated_blocks
 
 SAMPLES, MICRO = 24, 8
 """Three micro-batches an epoch: an update of two and one of one."""

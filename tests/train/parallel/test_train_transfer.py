@@ -16,8 +16,7 @@ from torch import Tensor
 from medvl.schema import Batch
 from medvl.train.fault_tolerance import checkpoint
 from medvl.train.loop import trainer
-from medvl.train.parallel.batches import BatchStream
-from medvl.train.parallel.prefetch import SideStream, place, side_stream
+from medvl.train.parallel.distributed import BatchStream, SideStream, place, side_stream
 
 CPU = torch.device("cpu")
 

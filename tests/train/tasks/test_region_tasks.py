@@ -27,10 +27,15 @@ from medvl.eval.retrieval.rerank import ShortlistModel
 from medvl.models import VQA, FusedClassifier, RetrievalModel
 from medvl.models.checkpoint import load, save
 from medvl.schema import Inputs
-from medvl.train.tasks.change import ChangeDataConfig, open_change
-from medvl.train.tasks.classification import ClassificationDataConfig, open_classification
 from medvl.train.tasks.pretraining import DataConfig, open_data
-from medvl.train.tasks.vqa import VQADataConfig, open_vqa
+from medvl.train.tasks.supervised import (
+    ChangeDataConfig,
+    ClassificationDataConfig,
+    VQADataConfig,
+    open_change,
+    open_classification,
+    open_vqa,
+)
 
 TEXTS = ["the left lung of number is clear", "is the heart enlarged? where is the mass? how many masses? what plane"]
 TOKENIZER = train_wordpiece(TEXTS, vocab_size=90, min_frequency=1)

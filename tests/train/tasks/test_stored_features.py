@@ -24,7 +24,7 @@ from medvl.data.transforms.image import ConVIRTAugmentation, EvalTransform
 from medvl.errors import ConfigError, ShardError
 from medvl.eval.core.open import open_source
 from medvl.models.checkpoint import detector_of, load, save
-from medvl.models.downstream.regions.grid import GridRegions
+from medvl.models.downstream.regions.create import GridRegions
 from medvl.schema import Batch
 from medvl.train import DataLoaders, TrainResult, train
 from medvl.train.tasks.pretraining import DataConfig, open_data

@@ -13,7 +13,7 @@ from medvl.data.convert.options import ShardRun
 from medvl.data.convert.pipeline import write_shards
 from medvl.data.corpora.common.documents import Document
 from medvl.data.corpora.text import plan
-from medvl.data.privacy.deidentify import Deidentifier
+from medvl.data.privacy import Deidentifier
 from medvl.errors import ConfigError, SplitError
 from medvl.models import MaskedTextConfig, create_model
 from medvl.train import OptimConfig, TextDataConfig, TextRecipe, TrainConfig, open_text, text_run

@@ -16,14 +16,13 @@ from medvl.cli.main import main
 from medvl.data.convert.options import ShardOptions, ShardRun
 from medvl.data.convert.pipeline import write_shards
 from medvl.data.corpora.common.tables import Record
-from medvl.data.privacy.deidentify import Deidentifier
+from medvl.data.privacy import Deidentifier
 from medvl.data.reports.statements import read_statements
 from medvl.data.shards.source import ShardSource
 from medvl.data.storage.webdataset_tars import TarFields
 from medvl.data.tokenizer.tokenizer import train_wordpiece
 from medvl.data.transforms.image import ConVIRTAugmentation
-from medvl.data.transforms.statements import Statements
-from medvl.data.transforms.text import RandomSentence
+from medvl.data.transforms.text import RandomSentence, Statements
 from medvl.errors import ConfigError, ShardError, SplitError
 from medvl.train import data_advice
 from medvl.train.tasks.pretraining import DataConfig, DataLoaders, open_data

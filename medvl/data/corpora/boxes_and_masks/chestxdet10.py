@@ -6,12 +6,12 @@ from pathlib import Path
 from typing import Any
 
 from medvl.common.untrusted import InputFolders
-from medvl.data.annotations.boxes import Box, read_corners, region_fields
+from medvl.data.annotations import Box, read_corners, region_fields
 from medvl.data.corpora.common.questions import read_rows
 from medvl.data.corpora.common.record_file import Records
-from medvl.data.corpora.common.row_counts import RowCounts
+from medvl.data.corpora.common.rows import RowCounts
 from medvl.data.corpora.common.tables import Plan, Record, malformed, split_training
-from medvl.data.privacy.deidentify import Deidentifier
+from medvl.data.privacy import Deidentifier
 from medvl.data.splits import hash_split
 from medvl.schema import Sample
 

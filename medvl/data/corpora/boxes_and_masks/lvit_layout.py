@@ -10,15 +10,14 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Literal, get_args
 
-from medvl.common.checks import check_choice
+from medvl.common.config_io import check_choice
 from medvl.common.untrusted import InputFolders
-from medvl.data.corpora.common.cells import report_text
 from medvl.data.corpora.common.figures import SplitRule, apply_split_rule
 from medvl.data.corpora.common.record_file import Records
-from medvl.data.corpora.common.row_counts import RowCounts
+from medvl.data.corpora.common.rows import RowCounts, report_text
 from medvl.data.corpora.common.spreadsheet import read_sheet
 from medvl.data.corpora.common.tables import Plan, Record, malformed
-from medvl.data.privacy.deidentify import Deidentifier
+from medvl.data.privacy import Deidentifier
 from medvl.errors import CorpusError
 from medvl.schema import Sample
 

@@ -4,14 +4,13 @@ import re
 from pathlib import Path
 from typing import Literal, get_args
 
-from medvl.common.checks import check_choice
+from medvl.common.config_io import check_choice
 from medvl.common.untrusted import InputFolders
-from medvl.data.annotations.boxes import Box, read_box, region_fields
-from medvl.data.annotations.phrases import Phrase
+from medvl.data.annotations import Box, Phrase, read_box, region_fields
 from medvl.data.corpora.common.record_file import Records
-from medvl.data.corpora.common.row_counts import RowCounts
+from medvl.data.corpora.common.rows import RowCounts
 from medvl.data.corpora.common.tables import Plan, Record, find_file, find_suffix, malformed, read_table
-from medvl.data.privacy.deidentify import Deidentifier
+from medvl.data.privacy import Deidentifier
 from medvl.schema import Sample
 
 NAME = "ms-cxr"

@@ -5,14 +5,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal, get_args
 
-from medvl.common.checks import check_choice
+from medvl.common.config_io import check_choice
 from medvl.common.untrusted import InputFolders
-from medvl.data.annotations.boxes import Box, read_box, region_fields
+from medvl.data.annotations import Box, read_box, region_fields
 from medvl.data.corpora.common.questions import read_json
 from medvl.data.corpora.common.record_file import Records
-from medvl.data.corpora.common.row_counts import RowCounts
+from medvl.data.corpora.common.rows import RowCounts
 from medvl.data.corpora.common.tables import Plan, Record, find_file, malformed, read_table
-from medvl.data.privacy.deidentify import Deidentifier
+from medvl.data.privacy import Deidentifier
 from medvl.data.splits import check_fractions, hash_split
 from medvl.errors import CorpusError
 from medvl.schema import Sample

@@ -6,12 +6,11 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from medvl.common.untrusted import InputFolders
-from medvl.data.annotations.boxes import region_fields
-from medvl.data.annotations.mask_rle import EMPTY, decode_runs
+from medvl.data.annotations import EMPTY, decode_runs, region_fields
 from medvl.data.corpora.common.record_file import Records
-from medvl.data.corpora.common.row_counts import RowCounts
+from medvl.data.corpora.common.rows import RowCounts
 from medvl.data.corpora.common.tables import Plan, Record, find_file, malformed, read_table
-from medvl.data.privacy.deidentify import Deidentifier
+from medvl.data.privacy import Deidentifier
 from medvl.data.splits import check_fractions, hash_split
 from medvl.errors import CorpusError
 from medvl.schema import Sample

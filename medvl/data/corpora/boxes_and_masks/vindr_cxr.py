@@ -7,11 +7,11 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Literal, get_args
 
-from medvl.common.checks import check_choice
+from medvl.common.config_io import check_choice
 from medvl.common.untrusted import InputFolders
-from medvl.data.annotations.boxes import Box, merge_readers, read_corners
+from medvl.data.annotations import Box, merge_readers, read_corners
 from medvl.data.corpora.common.record_file import Records
-from medvl.data.corpora.common.row_counts import RowCounts
+from medvl.data.corpora.common.rows import RowCounts
 from medvl.data.corpora.common.tables import (
     Plan,
     Record,
@@ -20,7 +20,7 @@ from medvl.data.corpora.common.tables import (
     read_table,
     split_training,
 )
-from medvl.data.privacy.deidentify import Deidentifier
+from medvl.data.privacy import Deidentifier
 from medvl.data.splits import hash_split
 from medvl.errors import ConfigError, CorpusError
 from medvl.schema import Sample
@@ -71,7 +71,7 @@ def plan(
         agreement: how many of the three radiologists of a training image have to name a label, so that it is 1 and
             has boxes. The test split has the consensus of five.
         boxes: "merged" replaces the radiologists' boxes of one object in a training image by their mean
-            (`medvl.data.annotations.boxes.merge_readers`); "all" keeps each of them.
+            (`medvl.data.annotations.merge_readers`); "all" keeps each of them.
         validate_share: share of the official training images used for validation, by hash.
         follow_links: also read files that links outside of the folders lead to, as in trees of git-annex.
 

@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Any, cast
 
 from medvl.common.untrusted import ANYWHERE, InputFolders, parse_json, read_limited
-from medvl.data.annotations.questions import MIXED, AnswerType, Question
+from medvl.data.annotations import MIXED, AnswerType, Question
 from medvl.data.corpora.common.record_file import Records
-from medvl.data.corpora.common.row_counts import RowCounts
+from medvl.data.corpora.common.rows import RowCounts
 from medvl.data.corpora.common.tables import Plan, Record, malformed
-from medvl.data.privacy.deidentify import Deidentifier
+from medvl.data.privacy import Deidentifier
 from medvl.errors import CorpusError
 from medvl.schema import Sample
 

@@ -16,9 +16,8 @@ from pathlib import Path
 from typing import Any, BinaryIO, TextIO, TypeVar
 
 from medvl.common.untrusted import DuplicateKeyError, InputFolders, NonFiniteNumberError, parse_json
-from medvl.data.corpora.common.row_counts import IMAGES, RowCounts
-from medvl.data.privacy.deidentify import is_identifying_header
-from medvl.data.privacy.identifiers import find_identifiers, free_texts
+from medvl.data.corpora.common.rows import IMAGES, RowCounts
+from medvl.data.privacy import find_identifiers, free_texts, is_identifying_header
 from medvl.data.reports.sections import Report, read_report
 from medvl.data.reports.sentences import join_texts
 from medvl.data.transforms.text import choose_sections

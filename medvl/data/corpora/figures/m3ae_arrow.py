@@ -11,18 +11,16 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from medvl.common.files import write_atomic
-from medvl.common.folders import private_folder
-from medvl.common.memory_limit import memory_limited
-from medvl.common.untrusted import InputFolders
+from medvl.common.files import private_folder, write_atomic
+from medvl.common.process import memory_limited
+from medvl.common.untrusted import InputFolders, PickleReader, read_limited
 from medvl.data.corpora.common.figures import SplitRule, apply_split_rule, figure_sections
 from medvl.data.corpora.common.record_file import Records
-from medvl.data.corpora.common.row_counts import RowCounts
+from medvl.data.corpora.common.rows import RowCounts
 from medvl.data.corpora.common.tables import Plan, Record, check_columns, malformed
-from medvl.data.privacy.deidentify import Deidentifier
+from medvl.data.privacy import Deidentifier
 from medvl.data.reports.cleaning import clean_text
-from medvl.data.reports.lines import one_line
-from medvl.data.reports.sentences import join_texts
+from medvl.data.reports.sentences import join_texts, one_line
 from medvl.errors import CorpusError
 from medvl.schema import Sample
 
@@ -145,3 +143,23 @@ def _group(name: str, warnings: Counter[str]) -> tuple[str, str, bool]:
     article = _ARTICLE.search(Path(name).name)
     warnings["no_article"] += article is None
     return (article[0] if article else name), name, False
+
+
+# Reading plain data from a pickle without running it.
+#
+# Some releases are published as pickles of lists, dictionaries, texts and numbers only.
+
+MAX_PICKLE_BYTES = 1 << 26
+"""Largest accepted pickle; the largest of PathVQA has 5 MB."""
+
+
+def read_plain_pickle(path: Path, folders: InputFolders) -> Any:
+    """Read a pickle of plain data. Raises CorpusError if it is missing, damaged, or has objects, functions or bytes."""
+    try:
+        with folders.open(path, CorpusError) as file:
+            data = read_limited(file, MAX_PICKLE_BYTES, CorpusError)
+        return PickleReader(path).read(data)
+    except FileNotFoundError:
+        raise CorpusError(f"{path} does not exist", "not_found") from None
+    except (ValueError, IndexError, KeyError, TypeError, AttributeError) as error:
+        raise CorpusError(f"{path} is damaged ({type(error).__name__}): copy it again", "malformed") from None

@@ -4,12 +4,12 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
-from medvl.common.checks import check_choice
+from medvl.common.config_io import check_choice
 from medvl.common.untrusted import InputFolders
 from medvl.data.corpora.common.record_file import Records
-from medvl.data.corpora.common.row_counts import RowCounts
+from medvl.data.corpora.common.rows import RowCounts
 from medvl.data.corpora.common.tables import Plan, Record, parse_findings, read_table
-from medvl.data.privacy.deidentify import Deidentifier, cap_age
+from medvl.data.privacy import Deidentifier, cap_age
 from medvl.errors import CorpusError
 from medvl.schema import FINDINGS, Sample
 

@@ -7,9 +7,9 @@ from pathlib import Path
 
 from medvl.common.untrusted import InputFolders
 from medvl.data.corpora.common.record_file import Records
-from medvl.data.corpora.common.row_counts import RowCounts
+from medvl.data.corpora.common.rows import RowCounts
 from medvl.data.corpora.common.tables import Plan, Record, find_file, find_suffix, malformed, read_table
-from medvl.data.privacy.deidentify import Deidentifier
+from medvl.data.privacy import Deidentifier
 from medvl.schema import CHANGES, Sample
 
 NAME = "ms-cxr-t"

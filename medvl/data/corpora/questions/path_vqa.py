@@ -6,12 +6,12 @@ from pathlib import Path
 from typing import Any
 
 from medvl.common.untrusted import InputFolders
-from medvl.data.annotations.questions import Question
+from medvl.data.annotations import Question
 from medvl.data.corpora.common import questions as vqa
-from medvl.data.corpora.common.pickle_reader import read_plain_pickle
-from medvl.data.corpora.common.row_counts import RowCounts
+from medvl.data.corpora.common.rows import RowCounts
 from medvl.data.corpora.common.tables import Plan, find_file
-from medvl.data.privacy.deidentify import Deidentifier
+from medvl.data.corpora.figures.m3ae_arrow import read_plain_pickle
+from medvl.data.privacy import Deidentifier
 from medvl.errors import CorpusError
 
 NAME = "path-vqa"

@@ -4,13 +4,13 @@ from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 
-from medvl.common.checks import check_choice
+from medvl.common.config_io import check_choice
 from medvl.common.untrusted import InputFolders
-from medvl.data.annotations.questions import Question
+from medvl.data.annotations import Question
 from medvl.data.corpora.common import questions as vqa
-from medvl.data.corpora.common.row_counts import RowCounts
+from medvl.data.corpora.common.rows import RowCounts
 from medvl.data.corpora.common.tables import Plan, find_file
-from medvl.data.privacy.deidentify import Deidentifier
+from medvl.data.privacy import Deidentifier
 
 NAME = "slake"
 COUNTS: Mapping[str, int] = {"images": 642}

@@ -4,13 +4,13 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from medvl.common.checks import check_choice
+from medvl.common.config_io import check_choice
 from medvl.common.untrusted import InputFolders
-from medvl.data.annotations.questions import Question
+from medvl.data.annotations import Question
 from medvl.data.corpora.common.questions import check_image_name, clean_text, infer_answer_type, plan_questions
-from medvl.data.corpora.common.row_counts import RowCounts
+from medvl.data.corpora.common.rows import RowCounts
 from medvl.data.corpora.common.tables import Plan, malformed, read_lines
-from medvl.data.privacy.deidentify import Deidentifier
+from medvl.data.privacy import Deidentifier
 from medvl.errors import CorpusError
 
 NAME = "vqa-med"

@@ -10,14 +10,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from medvl.common.checks import check_choice
+from medvl.common.config_io import check_choice
 from medvl.common.untrusted import InputFolders
 from medvl.data.corpora.common.record_file import Records
-from medvl.data.corpora.common.row_counts import RowCounts
+from medvl.data.corpora.common.rows import RowCounts
 from medvl.data.corpora.common.tables import Plan, Record, malformed, read_json_lines, read_table
-from medvl.data.privacy.deidentify import Deidentifier
+from medvl.data.privacy import Deidentifier
 from medvl.data.reports.cleaning import clean_text
-from medvl.data.reports.lines import one_line
+from medvl.data.reports.sentences import one_line
 from medvl.errors import ConfigError, CorpusError
 from medvl.schema import Sample
 

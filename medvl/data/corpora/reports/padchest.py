@@ -8,12 +8,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Literal, get_args
 
-from medvl.common.checks import check_choice
+from medvl.common.config_io import check_choice
 from medvl.common.untrusted import InputFolders
 from medvl.data.corpora.common.record_file import Records
-from medvl.data.corpora.common.row_counts import RowCounts
+from medvl.data.corpora.common.rows import RowCounts
 from medvl.data.corpora.common.tables import Plan, Record, find_file, malformed, order_studies, read_table
-from medvl.data.privacy.deidentify import Deidentifier, cap_age
+from medvl.data.privacy import Deidentifier, cap_age
 from medvl.data.splits import DEFAULT_FRACTIONS, check_fractions, hash_split
 from medvl.schema import Sample
 

@@ -11,11 +11,11 @@ from typing import Any
 
 from medvl.common.untrusted import InputFolders, parse_json, read_limited
 from medvl.data.corpora.common.record_file import Records
-from medvl.data.corpora.common.row_counts import RowCounts
+from medvl.data.corpora.common.rows import RowCounts
 from medvl.data.corpora.common.tables import Plan, Record, malformed
-from medvl.data.privacy.deidentify import Deidentifier
+from medvl.data.privacy import Deidentifier
 from medvl.data.reports.cleaning import clean_text
-from medvl.data.reports.lines import one_line
+from medvl.data.reports.sentences import one_line
 from medvl.errors import CorpusError
 from medvl.schema import Sample
 

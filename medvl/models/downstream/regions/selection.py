@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from medvl.common.checks import check_within
+from medvl.common.config_io import check_within
 from medvl.data.transforms.image import EvalTransform
 
 _CANDIDATES = 3000

@@ -3,8 +3,8 @@
 import dataclasses
 from typing import Literal
 
-from medvl.common.checks import check_choice, check_labels, check_within
-from medvl.models.downstream.fusion_task import FusionTaskConfig
+from medvl.common.config_io import check_choice, check_labels, check_within
+from medvl.models.downstream.fused_classifier import FusionTaskConfig
 
 Head = Literal["classifier", "product", "ranking", "generation"]
 """Kind of answer head. "classifier": two layers over the vocabulary on the pooled vector (METER, M3AE, ARL,

@@ -12,13 +12,12 @@ from torch import Tensor, nn
 
 from medvl.encoders import TextEncoder
 from medvl.errors import ConfigError
-from medvl.models.bert_init import LAYER_NORM_EPS, init_weights
+from medvl.models.base import LAYER_NORM_EPS, WordHead, init_weights
 from medvl.models.downstream.vqa.config import DecoderConfig
 from medvl.models.fusion_encoders.bases.base import FusionModel
 from medvl.models.fusion_encoders.parts.attention_masks import padding_mask
 from medvl.models.fusion_encoders.parts.encoder import Tokens
 from medvl.models.fusion_encoders.parts.transformer import Attention, FeedForward, KeysValues, Sizes
-from medvl.models.masked_words import WordHead
 
 
 class Memory(NamedTuple):

@@ -10,11 +10,10 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from medvl.errors import ConfigError
 from medvl.losses.pairs.itc import ramped_alpha
-from medvl.models.downstream.fusion_task import FusionTask, described_fusion, open_fusion
+from medvl.models.downstream.fused_classifier import FusionTask, described_fusion, open_fusion
 from medvl.models.downstream.vqa.config import DecoderConfig, Head, VQAConfig
 from medvl.models.downstream.vqa.heads import AnswerPredictions, DecoderHead, create_head
-from medvl.models.fusion_encoders.bases.base import FusionModel
-from medvl.models.fusion_encoders.bases.config import StreamConfig
+from medvl.models.fusion_encoders.bases.base import FusionModel, StreamConfig
 from medvl.models.registry import register_system
 from medvl.schema import Batch, Losses
 
@@ -32,7 +31,7 @@ class VQA(FusionTask):
     """A fusion-encoder with the answer head `config.head` (`medvl.models.downstream.vqa.heads`).
 
     The text of a batch is the question and its labels are the answers: column v of `labels_BL` is 1 if answer v of
-    `config.answers` is right (`medvl.data.loading.vqa_source.QuestionSource`).
+    `config.answers` is right (`medvl.data.loading.studies.QuestionSource`).
 
     Attributes:
         momentum: with a decoder and `config.decoder.alpha`, the moving average (`Answerer`) of fusion-encoder and head,

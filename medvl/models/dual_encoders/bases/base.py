@@ -3,21 +3,33 @@
 import abc
 import contextlib
 import dataclasses
-from collections.abc import Sequence
-from typing import Any, ClassVar, Literal, Unpack, final, get_args
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, Literal, Self, Unpack, final, get_args
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from medvl.common.checks import check_choice, check_within
-from medvl.data.transforms.image import EvalTransform
-from medvl.data.transforms.resizing import Kernel
-from medvl.encoders import ImageEncoder, TextEncoder, freeze_batch_norm_statistics
+from medvl.common.config_io import check_choice, check_within
+from medvl.data.tokenizer.tokenizer import Tokenizer
+from medvl.data.transforms.image import EvalTransform, Kernel
+from medvl.encoders import (
+    ImageEncoder,
+    TextEncoder,
+    create_image_encoder,
+    create_text_encoder,
+    freeze_batch_norm_statistics,
+    freeze_layers,
+)
+from medvl.encoders.image.factory import image_has_projection
+from medvl.encoders.presets import IMAGE_PRESETS, TEXT_PRESETS
+from medvl.encoders.pretrained import CLIP_SCALARS, KeyMap, Pretrained, fitting_keys, load_strictly, read_source
+from medvl.encoders.text.factory import text_has_projection
 from medvl.errors import ConfigError
 from medvl.losses.gather import rows_by_rank
-from medvl.losses.masked.mim import mask_patches
-from medvl.losses.pairs.positives import name_ids, text_ids
+from medvl.losses.masked import mask_patches
+from medvl.losses.pairs.blockwise import name_ids, text_ids
 from medvl.models.base import Parts, TowersConfig, TwoTowers, complete_rows
 from medvl.models.dual_encoders.bases.pairs import Pairs
 from medvl.schema import Batch, Embeddings, ImageFeatures, Losses
@@ -258,3 +270,204 @@ def projection_head(in_features: int, out_features: int, hidden: int | None = No
     """Return Linear, ReLU, Linear; the hidden width is `hidden`, by default the input width."""
     width = hidden or in_features
     return nn.Sequential(nn.Linear(in_features, width), nn.ReLU(inplace=True), nn.Linear(width, out_features))
+
+
+# Encoders and heads of a CLIP-like model, from any library, with open_clip's rules for
+# projections and weights.
+#
+# Tensors of an open_clip state dict and their places in the model:
+#
+#     visual.*                        image_encoder.backbone.*, projection included
+#     transformer.*, ln_final.* ...   text_encoder.backbone.* (also with the prefix `text.`)
+#     text_projection                 text_encoder.projection.matrix; of a linear layer .weight
+#     and .bias
+#     text.transformer.* (a BERT)     text_encoder.backbone.*
+#     text.proj.*                     text_head.*; text_encoder.projection.* where the preset has
+#     it (BiomedCLIP)
+#     logit_scale, logit_bias         the same; the bias is SigLIP's
+
+
+def create_encoders(config: Any, image: Mapping[str, Any], text: Mapping[str, Any]) -> tuple[ImageEncoder, TextEncoder]:
+    """Create both encoders of a system from the arguments that it sets and those of the configuration.
+
+    Raises ConfigError where both set the same argument.
+    """
+    image_encoder = create_image_encoder(config.image_encoder, **_merged("image_arguments", image, config))
+    return image_encoder, create_text_encoder(config.text_encoder, **_merged("text_arguments", text, config))
+
+
+def create_clip_encoders(
+    config: Any, pretrained: bool, tokenizer: Tokenizer | None
+) -> tuple[ImageEncoder, TextEncoder]:
+    """Create both encoders from a `CLIPConfig`, with their own projections where they have one."""
+    source: Pretrained = (config.weights or True) if pretrained else False
+    image: dict[str, Any] = {
+        "pretrained": source,
+        "image_size": config.image_size,
+        "projection": image_has_projection(config.image_encoder),
+        "mean": config.image_mean,
+        "std": config.image_std,
+    }
+    text: dict[str, Any] = {
+        "pretrained": source,
+        "vocab_size": config.vocab_size,
+        "pad_id": None if tokenizer is None else tokenizer.pad_id,  # SigLIP attends to padding
+        "pool": config.text_pool,
+        "projection": text_has_projection(config.text_encoder),
+    }
+    return create_encoders(config, image, text)
+
+
+def create_heads(config: Any, image_encoder: ImageEncoder, text_encoder: TextEncoder) -> tuple[nn.Module, nn.Module]:
+    """Create a head for each encoder without a projection, into the space of the other, or of `projection_dim`."""
+    image_has, text_has = image_has_projection(config.image_encoder), text_has_projection(config.text_encoder)
+    image_dim, text_dim = image_encoder.feature_dim, text_encoder.feature_dim
+    if image_has and text_has and image_dim != text_dim:
+        message = f"projections of {image_dim} and {text_dim} dimensions: take encoders of one model, or set embed_dim"
+        raise ConfigError(message, "mismatch", field="text_encoder")
+    shared = image_dim if image_has else text_dim if text_has else config.projection_dim
+    image_head = nn.Identity() if image_has else nn.Linear(image_dim, shared, bias=False)
+    if text_has:
+        return image_head, nn.Identity()
+    if config.text_head == "linear":
+        return image_head, nn.Linear(text_dim, shared, bias=False)
+    middle = (text_dim + shared) // 2
+    layers = nn.Linear(text_dim, middle, bias=False), nn.GELU(), nn.Linear(middle, shared, bias=False)
+    return image_head, nn.Sequential(*layers)
+
+
+def load_text_head(head: nn.Module, tensors: Mapping[str, Tensor], source: str) -> None:
+    """Load open_clip's head of a Hugging Face encoder. Raises WeightsError naming `source` where it does not fit."""
+    if not isinstance(head, nn.Identity):
+        own = {key: tensor for key, tensor in tensors.items() if key.startswith("text.proj.")}
+        load_strictly(head, own, KeyMap(layouts=[[("text.proj.", "")]]), source)
+
+
+def read_whole_model(config: Any) -> tuple[str, dict[str, Tensor]] | None:
+    """Return the source, for messages, and the tensors of the one file with the pretrained weights of the whole model.
+
+    None where each encoder has its own.
+    """
+    if config.weights is not None:
+        source, tensors = read_source(config.image_encoder, config.weights, None)
+    else:
+        presets: Any = IMAGE_PRESETS.get(config.image_encoder), TEXT_PRESETS.get(config.text_encoder)
+        published = {None if preset is None else preset.weights for preset in presets}
+        weights = published.pop()
+        if published or weights is None:
+            return None
+        source, tensors = read_source(config.image_encoder, True, weights)
+    return source, fitting_keys(tensors, lambda keys: sum(key in CLIP_SCALARS for key in keys))
+
+
+def _merged(field: str, settings: Mapping[str, Any], config: Any) -> dict[str, Any]:
+    """Return an encoder's arguments with those of the configuration. Raises ConfigError where both set the same one."""
+    arguments: Mapping[str, Any] = getattr(config, field)
+    twice = sorted(name for name in arguments if settings.get(name) is not None)
+    if twice:
+        raise ConfigError(f"{field} cannot set {', '.join(twice)}: use the system's settings", "conflict", field=field)
+    return {**settings, **arguments}
+
+
+# Base of dual-encoders with a BERT-like text encoder: how they are built from their
+# configuration.
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BertDualConfig(DualEncoderConfig):
+    """Settings of a dual-encoder with a BERT-like text encoder."""
+
+    frozen_text_layers: int = 0
+    """Layers of the text encoder that are frozen, with the embeddings, from the bottom; 0 trains everything. They keep
+    their dropout, as in LoVT's code."""
+    attention_dropout: float | None = None
+    """Dropout of the text encoder's attention in training; None is its default, 0.1 in BERT. At 0, packed text uses the
+    GPU's kernel for sequences of unequal length."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_within(self, "[0, inf)", "frozen_text_layers")
+        check_within(self, "[0, 1)", "attention_dropout")
+
+
+class BertDualEncoder(ContrastiveEncoder):
+    """A contrastive dual-encoder that implements `make_heads`, and `encoder_arguments` where it needs others."""
+
+    @classmethod
+    def build(cls, config: Any, *, pretrained: bool, tokenizer: Tokenizer | None) -> Self:
+        """See the base class."""
+        image, text = cls.encoder_arguments(config)
+        if config.attention_dropout is not None:
+            text = {**text, "attention_probs_dropout_prob": config.attention_dropout}
+        encoders = create_encoders(
+            config,
+            {"pretrained": pretrained, "image_size": config.image_size, **image},
+            {"pretrained": pretrained, "vocab_size": config.vocab_size, **text},
+        )
+        freeze_layers(encoders[1], config.frozen_text_layers, eval_mode=False)
+        heads: dict[str, Any] = {**cls.make_heads(config, *encoders)}
+        return cls(config, *encoders, **heads, transform=cls.make_transform(config), tokenizer=tokenizer)
+
+    @classmethod
+    def encoder_arguments(cls, config: Any) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
+        """Return arguments of `create_image_encoder` and `create_text_encoder` that this system sets."""
+        return {}, {}
+
+    @classmethod
+    @abc.abstractmethod
+    def make_heads(cls, config: Any, image_encoder: ImageEncoder, text_encoder: TextEncoder) -> dict[str, nn.Module]:
+        """Return the modules behind the encoders, by name of the constructor's argument: image_head, text_head, ..."""
+
+    @classmethod
+    def make_transform(cls, config: Any) -> EvalTransform:
+        """Return the preparation of an image for inference."""
+        transform: EvalTransform = config.transform()
+        return transform
+
+
+# The learned temperature that CLIP and its successors share.
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ScaleConfig(DualEncoderConfig):
+    """Settings of a dual-encoder whose temperature is learned; CLIP's by default."""
+
+    temperature: float = 0.07
+    """Initial temperature; the logarithm of its inverse, the scale, is learned."""
+    max_scale: float | None = 100.0
+    """Upper bound of the scale, applied before each training step (CLIP, section 2.5); None has no bound."""
+    min_scale: float | None = None
+    """Lower bound of the scale, likewise; MedCLIP's is 1."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_within(self, "(0, inf)", "temperature")
+        check_within(self, f"(0, {1 / self.temperature}]", "min_scale")
+        check_within(self, f"[{1 / self.temperature}, inf)", "max_scale")
+
+
+class LearnedScale(ContrastiveEncoder):
+    """A contrastive system whose temperature is learned, from `config.temperature` up to `config.max_scale`.
+
+    Attributes:
+        logit_scale: logarithm of the inverse temperature.
+    """
+
+    def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
+        super().__init__(config, *args, **kwargs)
+        self.logit_scale = nn.Parameter(torch.tensor(-math.log(config.temperature)))
+
+    def scale(self) -> Tensor:
+        """Return the factor of cosines, a scalar; in training, limit the parameter first."""
+        if self.training:
+            self.clamp_scale()
+        return self.logit_scale.exp()
+
+    def clamp_scale(self) -> None:
+        """Limit the scale to its bounds in place: beyond a clamp in the loss, the scale would have no gradient."""
+        least, most = (
+            None if bound is None else math.log(bound) for bound in (self.config.min_scale, self.config.max_scale)
+        )
+        if least is not None or most is not None:
+            with torch.no_grad():
+                self.logit_scale.clamp_(min=least, max=most)

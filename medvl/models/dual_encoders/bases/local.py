@@ -2,25 +2,155 @@
 
 import abc
 import dataclasses
-from collections.abc import Mapping, Sequence
+import itertools
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from medvl.common.checks import check_within
+from medvl.common.config_io import check_within
+from medvl.data.tokenizer.tokenizer import Tokenizer
 from medvl.data.transforms.image import EvalTransform
 from medvl.encoders import ImageEncoder, TextEncoder
 from medvl.errors import ConfigError
 from medvl.losses.gather import gather
 from medvl.losses.local.gloria import WordPool, gloria_contrast, gloria_similarity
+from medvl.losses.local.statements import in_chunks
 from medvl.losses.precision import full_precision
-from medvl.models.dual_encoders.bases.bert import BertDualConfig, BertDualEncoder
-from medvl.models.dual_encoders.bases.text_maps import TextMaps
+from medvl.models.dual_encoders.bases.base import BertDualConfig, BertDualEncoder, DualEncoder
 from medvl.models.dual_encoders.parts.heads import BatchNormHead
-from medvl.models.dual_encoders.parts.words import most_slots, sum_by_slot, word_slots
+from medvl.models.heatmaps import on_originals
 from medvl.schema import Embeddings, ImageFeatures
+
+# Base of dual-encoders with a heat map of their own for a text in an image.
+
+
+class TextMaps(DualEncoder):
+    """A dual-encoder that implements `cell_maps`, and `map_grid` where its cells are not the image encoder's."""
+
+    @abc.abstractmethod
+    def cell_maps(self, image_BCHW: Tensor, texts: Sequence[str]) -> Tensor:
+        """Return (B, P): the value of each cell of image i for text i."""
+
+    def map_grid(self, image_BCHW: Tensor) -> tuple[int, int]:
+        """Return (h, w) of the cells."""
+        height, width = image_BCHW.shape[2:]
+        return self.image_encoder.grid(height, width)
+
+    @torch.no_grad()
+    def attention_maps(
+        self, image_BCHW: Tensor, texts: Sequence[str], original_sizes: Sequence[tuple[int, int]] | None = None
+    ) -> list[Tensor]:
+        """Return the heat map of each text in its image (`cell_maps`): one (H, W) float32 per pair, in original pixels.
+
+        Pixels that `transform` cut off are NaN. Call it in eval mode.
+
+        Args:
+            image_BCHW: images from `transform`.
+            texts: one text for each image.
+            original_sizes: (height, width) of the images before `transform`; None gives maps over the model's input.
+        """
+        map_Bhw = self.cell_maps(image_BCHW, texts).float().unflatten(1, self.map_grid(image_BCHW))
+        return on_originals(map_Bhw, self.transform, image_BCHW, original_sizes)
+
+
+# Scores of all pairs of two sides by a network that reads both, in exact chunks (CARZero).
+
+_CHUNK_BYTES, _CHUNK_TENSORS = 2**29, 4
+"""Memory of the network's widest states for one chunk of queries, and how many of them it holds at once."""
+
+
+def score_head(width: int, hidden: Sequence[int], dropout: float) -> nn.Sequential:
+    """Return linear layers with ReLU and dropout down to one number."""
+    widths = [width, *hidden]
+    layers = [
+        nn.Sequential(nn.Linear(before, after), nn.ReLU(), nn.Dropout(dropout))
+        for before, after in itertools.pairwise(widths)
+    ]
+    return nn.Sequential(*layers, nn.Linear(widths[-1], 1))
+
+
+def unnormalized(unit_NE: Tensor) -> Tensor:
+    """Return unit vectors at a norm of sqrt(E), at which a LayerNorm's epsilon is as small as for published ones, which
+    are not L2-normalised."""
+    return unit_NE * unit_NE.shape[1] ** 0.5
+
+
+def with_global(global_NE: Tensor, local_NPE: Tensor, mask_NP: Tensor) -> tuple[Tensor, Tensor]:
+    """Return (N, K, E) and its mask (N, K), K = 1 + P: the unit vector of each row, unnormalised, then its regions or
+    words."""
+    memory_NKE = torch.cat([unnormalized(global_NE)[:, None], local_NPE], dim=1)
+    return memory_NKE, torch.cat([mask_NP.new_ones(len(mask_NP), 1), mask_NP], dim=1)
+
+
+def pair_scores(
+    read: Callable[[Tensor, Tensor, Tensor], Tensor],
+    memory_NKE: Tensor,
+    mask_NK: Tensor,
+    query_ME: Tensor,
+    *,
+    width: int,
+    chunk: int | None = None,
+) -> Tensor:
+    """Return (N, M) float32: the score of each query with each row.
+
+    Args:
+        read: function from queries (N, C, E), memory and its mask to scores (N, C, 1).
+        memory_NKE, mask_NK: vectors of each row, and True on the real ones.
+        query_ME: queries of all rows, unit vectors.
+        width: width of the network's widest states.
+        chunk: number of queries at a time, by default as many as fit in 512 MiB; chunks are recomputed backwards.
+    """
+    rows = len(memory_NKE)
+    if not rows:  # a rank without pairs: attention needs a row, and DDP the gradients of all weights
+        memory_NKE = torch.cat([memory_NKE, memory_NKE.new_zeros(1, *memory_NKE.shape[1:])])
+        mask_NK = mask_NK.new_ones(1, mask_NK.shape[1])
+
+    def score(memory_NKE: Tensor, query_CE: Tensor, mask_NK: Tensor) -> Tensor:
+        return read(query_CE.expand(len(memory_NKE), -1, -1), memory_NKE, mask_NK).squeeze(2).float()
+
+    chunk = chunk or max(1, _CHUNK_BYTES // (4 * _CHUNK_TENSORS * width * max(1, rows)))
+    return in_chunks(score, memory_NKE, unnormalized(query_ME), mask_NK, chunk=chunk)[:rows]
+
+
+# Word features as sums of their sub-words' token features.
+#
+#     slot_BT = word_slots(tokenizer, ids_BT, mask_BT)
+#     words_BWD, mask_BW = sum_by_slot(features.tokens_BTD, slot_BT, most_slots(slot_BT))
+#
+# Shape letters are those of `medvl.schema`; slot 0 is the text's first token.
+
+
+def word_slots(tokenizer: Tokenizer, ids_BT: Tensor, mask_BT: Tensor, *, last_token: bool = False) -> Tensor:
+    """Return (B, T) int64: 0 for the text's first token, from 1 for its words, -1 for padding and the last token.
+
+    With `last_token`, the last token ([SEP]) has the slot after the words.
+    """
+    slot_BT = tokenizer.word_ids(ids_BT, mask_BT)
+    slot_BT = torch.where(slot_BT >= 0, slot_BT + 1, slot_BT)
+    slot_BT[:, 0] = torch.where(mask_BT[:, 0], 0, -1)
+    if last_token:
+        slot_BT = torch.where(mask_BT & (slot_BT < 0), slot_BT.amax(dim=1, keepdim=True) + 1, slot_BT)
+    return slot_BT
+
+
+def most_slots(slot_BT: Tensor) -> int:
+    """Return W, the number of slots of the longest text. Waits for the device."""
+    return int(slot_BT.max()) + 1
+
+
+def sum_by_slot(tokens_BTD: Tensor, slot_BT: Tensor, width: int) -> tuple[Tensor, Tensor]:
+    """Return (words_BWD, mask_BW): the sum of the tokens of each slot, in float32; W is `width`, from `most_slots`.
+
+    Slots of a text are numbered from 0 without a gap; tokens at -1 are ignored.
+    """
+    count_B = slot_BT.amax(dim=1) + 1
+    place_BTD = torch.where(slot_BT >= 0, slot_BT, width)[:, :, None].expand_as(tokens_BTD)
+    words_BWD = tokens_BTD.new_zeros(len(tokens_BTD), width + 1, tokens_BTD.shape[2], dtype=torch.float32)
+    words_BWD = words_BWD.scatter_add(1, place_BTD, tokens_BTD.float())[:, :width]
+    return words_BWD, torch.arange(width, device=slot_BT.device) < count_B[:, None]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -238,3 +368,28 @@ def _without_first(texts: Embeddings) -> Embeddings:
 
 def _linear_unless_equal(in_features: int, out_features: int) -> nn.Module:
     return nn.Identity() if in_features == out_features else nn.Linear(in_features, out_features, bias=False)
+
+
+# Words of a text with its padding, as the released code of CARZero reads them.
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PaddedWordsConfig(LocalDualConfig):
+    """Settings of a dual-encoder that may read the padding of its texts."""
+
+    padded_memory: bool = False
+    """Let images read [SEP] and the padding of texts up to `max_tokens`, as the released code does: set for imported
+    models, whose scores depend on it."""
+
+
+class PaddedWords(LocalDualEncoder):
+    """A dual-encoder whose texts have [SEP] and, up to `max_tokens`, zeros among their words (`padded_memory`)."""
+
+    def embed_ids(self, ids_BT: Tensor, mask_BT: Tensor) -> Embeddings:
+        """See the base class."""
+        if not self.config.padded_memory:
+            return super().embed_ids(ids_BT, mask_BT)
+        texts = self.embed_slots(ids_BT, mask_BT, self.word_slots(ids_BT, mask_BT, last_token=True))
+        words_NWE, _ = local_features(texts)
+        padded_NWE = F.pad(words_NWE, (0, 0, 0, self.config.max_tokens - words_NWE.shape[1]))
+        return Embeddings(texts.global_NE, padded_NWE, torch.ones_like(padded_NWE[..., 0], dtype=torch.bool))

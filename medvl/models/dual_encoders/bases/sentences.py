@@ -2,23 +2,82 @@
 
 import abc
 from collections.abc import Callable, Sequence
-from typing import ClassVar
+from typing import Any, ClassVar, Literal, get_args
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from medvl.common.config_io import check_choice
 from medvl.data.reports.sentences import sentence_spans
 from medvl.errors import ConfigError
 from medvl.models.base import list_of_texts
-from medvl.models.dual_encoders.bases.base import ContrastiveEncoder
-from medvl.models.dual_encoders.bases.bert import BertDualEncoder
-from medvl.models.dual_encoders.bases.local import local_features
+from medvl.models.dual_encoders.bases.base import BertDualEncoder, ContrastiveEncoder
+from medvl.models.dual_encoders.bases.local import LocalDualEncoder, local_features, most_slots, sum_by_slot
 from medvl.models.dual_encoders.bases.pairs import Pairs
-from medvl.models.dual_encoders.parts.sentences import SentencePool, mean_of_sentences, pool_sentences
-from medvl.models.dual_encoders.parts.words import most_slots
 from medvl.models.heatmaps import on_originals
-from medvl.schema import Batch, Embeddings
+from medvl.schema import Batch, Embeddings, ImageFeatures, Inputs
+
+# Sentence features from the features of their tokens.
+#
+# width = most_slots(batch.sentence_BT)                       # waits for the device
+# sentences_BSD, mask_BS = pool_sentences(features.tokens_BTD, batch.sentence_BT, width)
+
+SentencePool = Literal["max", "mean"]
+
+
+def pool_sentences(
+    tokens_BTD: Tensor, sentence_BT: Tensor, width: int | None = None, pool: SentencePool = "max"
+) -> tuple[Tensor, Tensor]:
+    """Return (sentences_BSD, mask_BS): maximum or mean of the tokens of each sentence, in float32; S is `width`.
+
+    Args:
+        tokens_BTD: features of tokens.
+        sentence_BT: `Batch.sentence_BT`: number of each token's sentence, from 0; -1 outside of sentences, where tokens
+            are ignored.
+        width: at least the number of sentences of the longest text. None: that number, for which it waits for the
+            device.
+        pool: "max" as in LoVT (arXiv 2112.02889, section 3.3). Tokens that share the maximum share its gradient.
+
+    A sentence without tokens, also between others, has zeros and is False in the mask. Raises ConfigError on an unknown
+    pool.
+    """
+    check_choice(pool, get_args(SentencePool), "pool")
+    width = most_slots(sentence_BT) if width is None else width
+    outside_BT = sentence_BT < 0
+    place_BT = sentence_BT.masked_fill(outside_BT, width)
+    count_BS = sentence_BT.new_zeros(len(sentence_BT), width + 1)
+    count_BS = count_BS.scatter_add(1, place_BT, torch.ones_like(place_BT))[:, :width]
+    mask_BS = count_BS > 0
+    if pool == "mean":
+        sentences_BSD, _ = sum_by_slot(tokens_BTD, sentence_BT, width)
+        return sentences_BSD / count_BS.clamp(min=1)[:, :, None], mask_BS
+    lowest_BSD = tokens_BTD.new_full((len(tokens_BTD), width + 1, tokens_BTD.shape[2]), -torch.inf, dtype=torch.float32)
+    tokens_BTD = tokens_BTD.float().masked_fill(outside_BT[:, :, None], 0.0)
+    place_BTD = place_BT[:, :, None].expand_as(tokens_BTD)
+    sentences_BSD = lowest_BSD.scatter_reduce(1, place_BTD, tokens_BTD, "amax")[:, :width]
+    return sentences_BSD.masked_fill(~mask_BS[:, :, None], 0.0), mask_BS
+
+
+def mean_of_sentences(tokens_BTD: Tensor, sentence_BT: Tensor | None, mask_BT: Tensor) -> Tensor:
+    """Return (B, D) float32: the mean of a text's sentences, each the mean of its tokens.
+
+    A text without a sentence, and every text if `sentence_BT` is None, is one sentence.
+    """
+    sentence_BT = torch.full_like(mask_BT, -1, dtype=torch.long) if sentence_BT is None else sentence_BT
+    sentences_BSD, mask_BS = pool_sentences(tokens_BTD, whole_if_none(sentence_BT, mask_BT), pool="mean")
+    return sentences_BSD.sum(dim=1) / mask_BS.sum(dim=1, keepdim=True).clamp(min=1)
+
+
+def whole_if_none(sentence_BT: Tensor, mask_BT: Tensor) -> Tensor:
+    """Return the numbers of sentences, 0 on all tokens but the first and the last of a text that has no sentence.
+
+    A text of nothing but its first and last token has these as its sentence.
+    """
+    inner_BT = mask_BT & F.pad(mask_BT[:, 1:], (0, 1))
+    inner_BT[:, 0] = False
+    whole_BT = torch.where(inner_BT.any(dim=1, keepdim=True), inner_BT, mask_BT).to(sentence_BT.dtype) - 1
+    return torch.where((sentence_BT >= 0).any(dim=1, keepdim=True), sentence_BT, whole_BT)
 
 
 class SentenceTexts(ContrastiveEncoder):
@@ -139,3 +198,70 @@ class SentenceDualEncoder(SentenceTexts, BertDualEncoder):
         """Return vectors (..., E) in float32, L2-normalised if the system's are."""
         projected: Tensor = head(features).float()
         return F.normalize(projected, dim=-1) if self.normalized else projected
+
+
+# Base of dual-encoders that compare the sentences of a report with the regions of an image.
+
+
+class LocalSentenceEncoder(SentenceTexts, LocalDualEncoder):
+    """A local dual-encoder whose texts have sentences in place of words.
+
+    A sentence is the maximum over its tokens, without the first and the last token of the text. Images and reports are
+    pooled from their regions and sentences, whose weights are `Embeddings.weight_NP`, without gradient. Token ids
+    without the numbers of their sentences, and texts without a sentence, are one sentence: a prompt needs no full stop.
+    `text_pool` and `text_token` of the configuration have no meaning.
+
+    Attributes:
+        region_pool, sentence_pool: modules such as `AttentionPool`: map (B, N, D) and its mask to (B, D) and weights
+            (B, N).
+        word_head: maps sentences to the shared space.
+    """
+
+    inputs = Inputs(sentences=True)
+
+    def __init__(
+        self, config: Any, *args: Any, region_pool: nn.Module, sentence_pool: nn.Module, **kwargs: Any
+    ) -> None:
+        super().__init__(config, *args, **kwargs)
+        self.region_pool, self.sentence_pool = region_pool, sentence_pool
+
+    def pool_regions(self, features: ImageFeatures) -> tuple[Tensor, Tensor | None]:
+        """See the base class."""
+        pooled_BD, weight_BP = self.region_pool(features.patches_BPD)
+        return pooled_BD, weight_BP.detach()
+
+    def unnormalized_text(self, texts: Sequence[str] | Tensor, mask_BT: Tensor | None = None) -> Tensor:
+        """See the base class."""
+        if not isinstance(texts, Tensor):
+            return self._pooled_texts(*self.tokenize_sentences(texts))[0]
+        ids_BT, mask_BT = self.tokenize(texts, mask_BT)
+        return self._pooled_texts(ids_BT, mask_BT, None)[0]
+
+    def embed_ids(self, ids_BT: Tensor, mask_BT: Tensor, sentence_BT: Tensor | None = None) -> Embeddings:
+        """See the base class."""
+        report_BE, sentences_BSD, mask_BS, weight_BS = self._pooled_texts(ids_BT, mask_BT, sentence_BT)
+        local_BSE = self._project(self.word_head, sentences_BSD, mask_BS)
+        return Embeddings(F.normalize(report_BE, dim=-1), local_BSE, mask_BS, weight_BS.detach())
+
+    def embed_slots(self, ids_BT: Tensor, mask_BT: Tensor, slot_BT: Tensor) -> Embeddings:
+        """See the base class; `slot_BT` has the number of each token's sentence."""
+        return self.embed_ids(ids_BT, mask_BT, slot_BT)
+
+    def _pooled_texts(
+        self, ids_BT: Tensor, mask_BT: Tensor, sentence_BT: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Return (B, E) float32, not normalised, and sentences_BSD, mask_BS and weight_BS."""
+        sentence_BT = torch.full_like(ids_BT, -1) if sentence_BT is None else sentence_BT
+        sentence_BT = whole_if_none(sentence_BT, mask_BT)
+        width = most_slots(sentence_BT)  # before the encoder, because it waits for the device
+        sentences_BSD, mask_BS = pool_sentences(self.text_encoder(ids_BT, mask_BT).tokens_BTD, sentence_BT, width)
+        report_BD, weight_BS = self.sentence_pool(sentences_BSD, mask_BS)
+        return self.text_head(report_BD).float(), sentences_BSD, mask_BS, weight_BS
+
+    def without_first_token(self, texts: Embeddings) -> Embeddings:
+        """Return the texts as they are: sentences do not include the text's first token."""
+        return texts
+
+    def weigh_words(self, match_BW: Tensor, mask_BW: Tensor) -> Tensor:
+        """Return equal shares of all sentences."""
+        return mask_BW / mask_BW.sum(dim=1, keepdim=True).clamp(min=1)

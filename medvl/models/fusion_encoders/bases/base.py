@@ -3,21 +3,37 @@
 import abc
 import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, Protocol, Self
+import re
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, ClassVar, Literal, Protocol, Self, cast
 
 import torch
 from torch import Tensor, nn
 
+from medvl.common.config_io import check_choice, check_within
+from medvl.data.tokenizer.tokenizer import Tokenizer
+from medvl.data.transforms.image import EvalTransform, Kernel
 from medvl.data.transforms.mlm_masking import TextMasking
-from medvl.encoders import parameter_groups
-from medvl.encoders.regions import RegionEncoder
-from medvl.models.base import TwoTowers, zero_loss
-from medvl.models.fusion_encoders.objectives.base import Corruption, Encoded, Objective
-from medvl.models.fusion_encoders.objectives.matching import MirroredTextMatching
+from medvl.encoders import ImageEncoder, TextEncoder, create_image_encoder, create_text_encoder, parameter_groups
+from medvl.encoders.regions import BoxCode, RegionEncoder
+from medvl.errors import ConfigError
+from medvl.losses.pairs.itm import MatchingPairs
+from medvl.models.base import (
+    MaskedWords,
+    TowersConfig,
+    TwoTowers,
+    WordHead,
+    init_weights,
+    sample_masked_words,
+    text_masking,
+    zero_loss,
+)
+from medvl.models.fusion_encoders.objectives.base import Corruption, Encoded, MaskedLanguageModeling, Objective
+from medvl.models.fusion_encoders.objectives.matching import ImageTextMatching, MirroredTextMatching
+from medvl.models.fusion_encoders.parts.attention_masks import ATTENTIONS, Attention
 from medvl.models.fusion_encoders.parts.encoder import AttentionMaps, Fused, Tokens, join
+from medvl.models.fusion_encoders.parts.inputs import ImageSource, sample_pairs
 from medvl.models.fusion_encoders.parts.transformer import Sizes
-from medvl.models.masked_words import MaskedWords, WordHead, sample_masked_words, text_masking
 from medvl.schema import Batch, Losses
 
 _ENCODERS = ("image_encoder", "text_encoder")
@@ -222,3 +238,247 @@ class FusionModel(TwoTowers):
                 for group in parameter_groups(child, lr * rate, weight_decay)
             ]
         return groups
+
+
+# Settings that all fusion-encoders share. Each system's own settings are in its file.
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FusionConfig(TowersConfig):
+    """Settings of every fusion-encoder. The learning rates of new weights are multiples of the encoders' own."""
+
+    image_encoder: str = "clip_vit_b16"
+    """An image encoder's name; `patches:SIDE` for the pixels of patches, without an encoder (ViLT); or `regions:WIDTH`
+    for precomputed region features (`Batch.regions_BPD`), `regions:WIDTH+4` or `regions:WIDTH+7` with a box code of 4
+    or 7 numbers after them."""
+    text_encoder: str = "roberta"
+    image_size: int = 288
+    fit: Literal["crop", "pad", "squash"] = "crop"
+    """Method that makes an image square for inference (`medvl.data.transforms.image.EvalTransform`)."""
+    resize: Kernel = "area"
+    """Kernel of the resize for inference; imported models have that of their released code."""
+    mlm_probability: float = 0.15
+    """Share of words (or tokens, if `whole_words` is off) that are masked."""
+    whole_words: bool = True
+    """Mask all pieces of a word or none."""
+    mlm_weight: float = 1.0
+    itm_weight: float = 1.0
+    mirror_weight: float = 0.0
+    """Weight of matching each text that names a side, and the same text with left and right exchanged, with its image
+    (`MirroredTextMatching`). Random negatives seldom differ only by a side; 0, as published, turns it
+    off."""
+    fusion_lr_mult: float = 5.0
+    """Learning rate of the fusion-encoder and of its input projections, as a multiple of the encoders'."""
+    head_lr_mult: float = 5.0
+    """Learning rate of the heads, as a multiple of the encoders'."""
+    max_tokens: int = 64
+    vocab_size: int | None = None
+    """Vocabulary size of the text encoder; None is the preset's own, or the tokenizer's if one is given."""
+
+    def __post_init__(self) -> None:
+        check_within(self, "(0, 1)", "mlm_probability")
+        check_within(self, "(0, inf)", "mlm_weight", "itm_weight", "fusion_lr_mult", "head_lr_mult")
+        check_within(self, "[0, inf)", "mirror_weight")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StreamConfig(FusionConfig):
+    """Settings of a separate fusion-encoder on top of two encoders, in either layout."""
+
+    width: int = 768
+    layers: int = 6
+    heads: int = 12
+    intermediate: int = 3072
+    dropout: float = 0.1
+    """Dropout of hidden states and of attention."""
+    image_positions: bool = False
+    """Learn a position for every region of the grid. The tokens of a vision Transformer have positions already."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_within(self, "(0, inf)", "width", "layers", "heads", "intermediate")
+        if self.width % self.heads:
+            raise ConfigError(f"heads must divide width {self.width}, got {self.heads}", "conflict", field="width")
+        check_within(self, "[0, 1)", "dropout")
+
+
+def check_attention(config: Any, *, unmatched: Collection[Attention] = ()) -> None:
+    """Raise ConfigError unless `attention` is known and `seq2seq_share` within [0, 1].
+
+    `unmatched` are masks that the model cannot have, because ITM cannot learn under them: its pooled vector depends on
+    no text.
+    """
+    check_choice(config.attention, ATTENTIONS, "attention")
+    if config.attention in unmatched:
+        message = (
+            f"attention {config.attention!r} hides the text from the pooled token, so that ITM cannot learn; use "
+            "'bar', 'mixed' or 'bidirectional', or, to write reports, 'seq2seq' with MedViLL's objective 'report'"
+        )
+        raise ConfigError(message, "conflict", field="attention")
+    check_within(config, "[0, 1]", "seq2seq_share")
+
+
+# The image encoder and the text encoder below a fusion-encoder.
+
+_REGIONS = re.compile(r"regions:([1-9][0-9]*)(?:\+([47]))?")
+
+
+def create_encoders(config: FusionConfig, *, pretrained: bool) -> tuple[ImageSource, TextEncoder]:
+    """Create the encoders that a configuration names; a `RegionEncoder` for `regions:WIDTH` and `regions:WIDTH+CODE`.
+
+    Raises ConfigError and WeightsError as `create_image_encoder` and `create_text_encoder` do.
+    """
+    text_arguments: dict[str, Any] = dict(config.text_arguments)
+    text_encoder = create_text_encoder(
+        config.text_encoder, pretrained=pretrained, vocab_size=config.vocab_size, **text_arguments
+    )
+    if config.image_encoder.startswith("regions:"):
+        match = _REGIONS.fullmatch(config.image_encoder)
+        if match is None or config.image_arguments:
+            message = (
+                "expected regions:WIDTH or regions:WIDTH+CODE as in regions:1024+7 (CODE 4 or 7 numbers of a box), "
+                f"without image_arguments; got {config.image_encoder!r}"
+            )
+            raise ConfigError(message, "wrong_type", field="image_encoder")
+        code = match[2] and cast(BoxCode, int(match[2]))
+        return RegionEncoder(int(match[1]), code or None), text_encoder
+    image_arguments: dict[str, Any] = {"image_size": config.image_size, **config.image_arguments}
+    image_encoder = create_image_encoder(config.image_encoder, pretrained=pretrained, **image_arguments)
+    return image_encoder, text_encoder
+
+
+def create_pixel_encoders(config: FusionConfig, name: str, *, pretrained: bool) -> tuple[ImageEncoder, TextEncoder]:
+    """Create the encoders of a system that does not support precomputed regions.
+
+    Raises ConfigError if the configuration sets regions, and otherwise as `create_encoders`.
+    """
+    image_encoder, text_encoder = create_encoders(config, pretrained=pretrained)
+    return check_pixels(image_encoder, name), text_encoder
+
+
+def check_pixels(image_encoder: ImageSource, name: str) -> ImageEncoder:
+    """Return the encoder. Raises ConfigError unless it reads pixels."""
+    if not isinstance(image_encoder, ImageEncoder):
+        message = f"{name} takes no precomputed regions; choose an image encoder"
+        raise ConfigError(message, "unsupported", field="image_encoder")
+    return image_encoder
+
+
+# The base of systems that are pretrained by masked words and image-text matching.
+#
+# N masked positions, M pairs, V vocabulary; the other letters as in `medvl.schema`.
+
+
+class MaskedMatchingModel(FusionModel):
+    """Masked words (`mlm`) and image-text matching (`itm`).
+
+    `encode` is `encode_apart` by default: masked texts with their own images, and whole texts with the images that are
+    sampled for them (METER, ViLT). A system whose masked texts are also those that are matched (BERT, VisualBERT,
+    LXMERT, MedViLL) returns `encode_together`. Negatives are other images of the batch.
+
+    A subclass calls `make_heads` when it has its layers.
+    """
+
+    def make_heads(self, fused_dim: int, pooled_dim: int, *, tied: bool = False) -> None:
+        """Create the heads and the objectives; with `tied`, words are scored by the table of word embeddings."""
+        self.fused_dim, self.pooled_dim = fused_dim, pooled_dim
+        self.mlm_head = WordHead(fused_dim, self.text_encoder.vocab_size, tied=tied)
+        self.itm_head = nn.Linear(pooled_dim, 2)
+        init_weights(self.itm_head)
+        self.mlm = MaskedLanguageModeling(self.config.mlm_weight, self.mask_words, self.score_words)
+        self.itm = ImageTextMatching(self.config.itm_weight, self.sample_pairs, self.itm_head)
+        self.objectives = (self.mlm, self.itm)
+
+    @classmethod
+    def build(cls, config: Any, *, pretrained: bool, tokenizer: Tokenizer | None) -> Self:
+        """See the base class."""
+        image_encoder, text_encoder = create_encoders(config, pretrained=pretrained)
+        transform = EvalTransform(size=config.image_size, fit=config.fit, resize=config.resize)
+        return cls(config, image_encoder, text_encoder, transform=transform, tokenizer=tokenizer)
+
+    def sample_pairs(self, batch: Batch) -> MatchingPairs:
+        """Keep the image of half of the complete samples; give the others a wrong image of the batch."""
+        return sample_pairs(batch)
+
+    def score_words(self, states_ND: Tensor) -> Tensor:
+        """See the base class."""
+        backbone: Any = self.text_encoder.backbone
+        table_VD = backbone.get_input_embeddings().weight if self.mlm_head.words is None else None
+        scores_NV: Tensor = self.mlm_head(states_ND, table_VD)
+        return scores_NV
+
+    def word_states(self, fused: Fused, position_N: Tensor, width: int) -> Tensor:
+        """(N, D): fused states at positions of the flattened (B * `width`) token ids; none may be the first."""
+        row_N, column_N = position_N // width, position_N % width
+        return fused.text.states_BND[row_N, column_N]
+
+    def masked_text_tokens(self, batch: Batch, masked_ids_BT: Tensor) -> Tokens:
+        """Encode the masked texts of a batch."""
+        return self.text_tokens(masked_ids_BT, batch.mask_BT, batch.has_text_B)
+
+    def encode(self, batch: Batch, corruption: Corruption) -> Encoded:
+        """See the base class."""
+        return self.encode_apart(batch, corruption)
+
+    def encode_apart(
+        self, batch: Batch, corruption: Corruption, image: Tokens | None = None, own_image: Tokens | None = None
+    ) -> Encoded:
+        """Fuse masked texts with their images and whole texts with sampled ones, in one pass of twice the rows.
+
+        `image` are the encoded images, if they exist already; `own_image` the images of masked texts, if they differ.
+        """
+        words, pairs = corruption.of(self.mlm), corruption.of(self.itm)
+        image = image or self.image_tokens(self.image_input_of(batch), batch.has_image_B)
+        masked, text = self.masked_and_unmasked(batch, words)
+        own, sampled = self.fuse_all((masked, own_image or image), (text.rows(pairs.text_N), image.rows(pairs.image_N)))
+        return Encoded(
+            batch=batch,
+            image=image,
+            text=text,
+            word_states_ND=self.word_states(own, words.position_N, batch.ids_BT.shape[1]),
+            pooled_MD=sampled.pooled_BD,
+            own=own,
+            pairs=sampled,
+            matched_M=pairs.matched_N,
+        )
+
+    def encode_together(self, batch: Batch, corruption: Corruption) -> Encoded:
+        """Fuse every masked text with the image sampled for it, or its own in a system without matching."""
+        image = self.image_tokens(self.image_input_of(batch), batch.has_image_B)
+        return self.fuse_together(batch, corruption, image)[0]
+
+    def fuse_together(self, batch: Batch, corruption: Corruption, image: Tokens) -> tuple[Encoded, Fused, Tensor]:
+        """See `encode_together`; also return the fused sequences, and the image of each row (B,)."""
+        words = corruption.of(self.mlm)
+        text = self.masked_text_tokens(batch, words.ids_BT)
+        row_B = image_B = torch.arange(len(batch), device=batch.ids_BT.device)
+        if self.itm in self.objectives:
+            pairs = corruption.of(self.itm)
+            image_B, row_B = row_B.index_copy(0, pairs.text_N, pairs.image_N), pairs.text_N
+        fused = self.fuse(text, image.rows(image_B))
+        encoded = Encoded(
+            batch=batch,
+            image=image,
+            text=text,
+            word_states_ND=self.word_states(fused, words.position_N, batch.ids_BT.shape[1]),
+            pooled_MD=fused.pooled_BD[row_B],
+        )
+        return encoded, fused, image_B
+
+    def fuse_all(self, *inputs: tuple[Tokens, Tokens]) -> list[Fused]:
+        """Fuse several batches of texts and images in one pass."""
+        texts, images = zip(*inputs, strict=True)
+        text: Tokens = functools.reduce(Tokens.beside, texts)
+        image: Tokens = functools.reduce(Tokens.beside, images)
+        return self.fuse(text, image).split([len(tokens.states_BND) for tokens in texts])
+
+    def masked_and_unmasked(self, batch: Batch, words: MaskedWords) -> tuple[Tokens, Tokens]:
+        """Encode the texts masked and unmasked in one pass of the text encoder."""
+        twice = dataclasses.replace(
+            batch,
+            ids_BT=torch.cat([words.ids_BT, batch.ids_BT]),
+            mask_BT=batch.mask_BT.repeat(2, 1),
+            has_text_B=None if batch.has_text_B is None else batch.has_text_B.repeat(2),
+        )
+        masked, text = self.texts_of(twice).split([len(batch), len(batch)])
+        return masked, text

@@ -3,6 +3,7 @@
 T text tokens, P image tokens, S all tokens, N masked positions; the other letters as in `medvl.schema`.
 """
 
+import abc
 from collections.abc import Sequence
 from typing import Any, Unpack
 
@@ -10,14 +11,77 @@ from torch import Tensor, nn
 
 from medvl.encoders import TextEncoder
 from medvl.encoders.regions import RegionEncoder
-from medvl.errors import ConfigError
-from medvl.models.base import Parts
-from medvl.models.bert_init import init_weights
-from medvl.models.fusion_encoders.bases.joint_stream import JointStream
-from medvl.models.fusion_encoders.parts.encoder import Tokens
+from medvl.errors import ConfigError, WeightsError
+from medvl.models.base import Parts, init_weights
+from medvl.models.fusion_encoders.bases.base import MaskedMatchingModel
+from medvl.models.fusion_encoders.parts.attention_masks import keep_first
+from medvl.models.fusion_encoders.parts.encoder import AttentionMaps, Fused, Pooler, Tokens, join
 from medvl.models.fusion_encoders.parts.inputs import ImageSource, encode_present
 from medvl.models.fusion_encoders.parts.transformer import attention_weights
 from medvl.schema import ImageFeatures
+
+# The base of systems in which one Transformer encodes the tokens of a text and of an image
+# jointly.
+#
+# T text tokens, P image tokens, S all tokens, Q queries (1: all alike); the other letters as in
+# `medvl.schema`.
+
+
+class JointStream(MaskedMatchingModel):
+    """The text, then the image, in one sequence; the text's first token is pooled.
+
+    Attributes:
+        image_prefix: number of image tokens that are not cells of the image.
+    """
+
+    image_prefix: int = 0
+
+    def make_heads(self, fused_dim: int, pooled_dim: int, *, tied: bool = False) -> None:
+        """See the base class; also creates the pooler."""
+        self.pooler = Pooler(fused_dim)
+        init_weights(self.pooler)
+        super().make_heads(fused_dim, pooled_dim, tied=tied)
+
+    @abc.abstractmethod
+    def encode_sequence(self, sequence: Tokens, mask_BQS: Tensor | None) -> Sequence[Tensor]:
+        """Return the states (B, S, D) of a sequence: the input of each layer in order, then the output."""
+
+    @abc.abstractmethod
+    def last_attention(self, below_BSD: Tensor, mask_BQS: Tensor | None) -> Tensor:
+        """(B, heads, S, S): weights of the last layer's attention, given its input."""
+
+    def text_tokens(self, ids_BT: Tensor, mask_BT: Tensor, has_text_B: Tensor | None = None) -> Tokens:
+        """See the base class; of a sample without a text, CLS remains."""
+        states_BTD = self.text_encoder.embed(ids_BT, mask_BT)
+        return Tokens(states_BTD, keep_first(mask_BT, has_text_B))
+
+    def fuse(self, text: Tokens, image: Tokens) -> Fused:
+        """See the base class."""
+        sequence, mask_BQS = self.sequence(text, image)
+        states_BSD = self.encode_sequence(sequence, mask_BQS)[-1]
+        return self.fused(Tokens(states_BSD, sequence.mask_BN), text.states_BND.shape[1])
+
+    def cross_attention(self, text: Tokens, image: Tokens) -> AttentionMaps:
+        """See the base class."""
+        sequence, mask_BQS = self.sequence(text, image)
+        weights_BHSS = self.last_attention(self.encode_sequence(sequence, mask_BQS)[-2], mask_BQS)
+        maps_BTP = self.text_to_image(weights_BHSS.mean(dim=1), text.states_BND.shape[1])
+        return AttentionMaps(maps_BTP[:, 0], maps_BTP).cells(image, leading=self.image_prefix)
+
+    def sequence(self, text: Tokens, image: Tokens) -> tuple[Tokens, Tensor | None]:
+        """Return the joint sequence, and the mask of its attention, (B, 1, S) or (B, S, S); None: no mask."""
+        sequence = join(text, image)
+        return sequence, None if sequence.mask_BN is None else sequence.mask_BN[:, None]
+
+    def fused(self, encoded: Tokens, texts: int) -> Fused:
+        """Return the parts of the encoded sequence; `texts` is the number of tokens of `text_tokens`."""
+        text, image = encoded.part(slice(0, texts)), encoded.part(slice(texts, None))
+        return Fused(text, image, self.pooler(encoded.states_BND))
+
+    def text_to_image(self, weights_BSS: Tensor, texts: int) -> Tensor:
+        """(B, T, P): attention of every token of the text, CLS first, to the image tokens."""
+        return weights_BSS[:, :texts, texts:]
+
 
 IMAGE_TYPE = 1
 """BERT's token type of image tokens; text has type 0."""
@@ -85,3 +149,38 @@ class BertStream(JointStream):
         backbone: Any = self.text_encoder.backbone
         last = backbone.encoder.layer[-1].attention.self
         return attention_weights(last.query(below_BSD), last.key(below_BSD), last.num_attention_heads, mask_BQS)
+
+
+# Initialisation of fusion layers from the layers of a pretrained BERT.
+
+_BERT_NAMES = {
+    "attention.query": "attention.self.query",
+    "attention.key": "attention.self.key",
+    "attention.value": "attention.self.value",
+    "attention.out": "attention.output.dense",
+    "attention.norm": "attention.output.LayerNorm",
+    "feed_forward.inner": "intermediate.dense",
+    "feed_forward.outer": "output.dense",
+    "feed_forward.norm": "output.LayerNorm",
+}
+"""Submodule of a `CoAttentionLayer` -> submodule of a BERT layer, which has no cross-attention."""
+
+
+def init_from_bert(fusion: nn.ModuleList, bert: TextEncoder) -> None:
+    """Copy the last layers of a BERT into the layers of a fusion-encoder; cross-attention keeps its weights.
+
+    Raises ConfigError if the encoder is not a BERT, WeightsError if its layers have other sizes.
+    """
+    backbone: Any = bert.backbone
+    blocks = getattr(getattr(backbone, "encoder", None), "layer", None)
+    if not isinstance(blocks, nn.ModuleList) or any(
+        name not in dict(blocks[0].named_modules()) for name in _BERT_NAMES.values()
+    ):
+        message = f"the fusion-encoder starts from the upper layers of a BERT; {bert.name} is not a BERT"
+        raise ConfigError(message, "unsupported", field="text_encoder")
+    for layer, block in zip(fusion, blocks[-len(fusion) :], strict=True):
+        for name, bert_name in _BERT_NAMES.items():
+            try:
+                layer.get_submodule(name).load_state_dict(block.get_submodule(bert_name).state_dict())
+            except RuntimeError as error:
+                raise WeightsError(f"the layers of {bert.name} have other sizes: {error}", "mismatch") from error

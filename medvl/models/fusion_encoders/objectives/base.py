@@ -16,12 +16,15 @@ other letters as in `medvl.schema`.
 
 import abc
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 
+import torch
 from torch import Tensor
 
+from medvl import losses
 from medvl.losses.pairs.itc import Keys
+from medvl.models.base import MaskedWords
 from medvl.models.fusion_encoders.parts.encoder import Fused, Tokens
 from medvl.schema import Batch
 
@@ -129,3 +132,145 @@ class Corruption:
         """Return the part of one objective."""
         part: C = self.parts[objective.name]
         return part
+
+
+# Alignment of words and patches (WPA) by optimal transport.
+
+
+class TransportedPairs(NamedTuple):
+    """Distances (M,) of words and patches of sampled pairs, and whether the pairs match (M,)."""
+
+    distance_M: Tensor
+    matched_M: Tensor
+
+
+class WordPatchAlignment(Objective[Encoded, None, TransportedPairs]):
+    """Distance of the fused words and patches of matching pairs, minus the distance of the others (UNITER, ViLT).
+
+    The pairs are shared with image-text matching; the model fuses them once for both objectives.
+
+    Args:
+        weight: factor of the term; 0.1 in both papers.
+        text_ends: whether the first and last token of a text (CLS and SEP) take part, as in UNITER's released code.
+        image_prefix: number of image tokens before the patches, which take no part: 1 for ViLT's class token.
+    """
+
+    name = "wpa"
+
+    def __init__(self, weight: float, *, text_ends: bool, image_prefix: int = 0) -> None:
+        super().__init__(weight)
+        self.text_ends, self.image_prefix = text_ends, image_prefix
+
+    def corrupt(self, batch: Batch) -> None:
+        """Sample nothing: the pairs belong to image-text matching."""
+
+    def predict(self, encoded: Encoded, corruption: None) -> TransportedPairs:
+        """Return the distances of the sampled pairs."""
+        pairs, matched_M = encoded.pairs, encoded.matched_M
+        assert pairs is not None, "the model fuses whole texts for matching"
+        assert matched_M is not None
+        real_MT, real_MP = pairs.text.real_BN(), pairs.image.real_BN()
+        if not self.text_ends:
+            place_T = torch.arange(real_MT.shape[1], device=real_MT.device)
+            real_MT = (place_T > 0) & (place_T < real_MT.sum(dim=1, keepdim=True) - 1)
+        real_MP = real_MP & (torch.arange(real_MP.shape[1], device=real_MP.device) >= self.image_prefix)
+        distance_M, _ = losses.word_patch_alignment(pairs.text.states_BND, pairs.image.states_BND, ~real_MT, ~real_MP)
+        return TransportedPairs(distance_M, matched_M)
+
+    def loss(self, predictions: TransportedPairs, corruption: None) -> Tensor:
+        """(sum over matching pairs - sum over the others) / number of pairs; 0 without a pair."""
+        distance_M, matched_M = predictions
+        return torch.where(matched_M, distance_M, -distance_M).sum() / max(len(distance_M), 1)
+
+
+# Contrastive alignment before fusion: images with texts (ITC), and each modality with itself.
+
+
+class ImageTextContrast(Objective[E, None, Any]):
+    """Contrastive alignment of images and texts (ITC).
+
+    Args:
+        weight: factor of the term.
+        head: the loss of the shared states, which contain the embeddings.
+    """
+
+    name = "itc"
+
+    def __init__(self, weight: float, head: Callable[[E], Tensor]) -> None:
+        super().__init__(weight)
+        self.head = head
+
+    def corrupt(self, batch: Batch) -> None:
+        """Sample nothing."""
+
+    def predict(self, encoded: E, corruption: None) -> Any:
+        """Return the embeddings, which are shared already."""
+        return encoded
+
+    def loss(self, predictions: Any, corruption: None) -> Tensor:
+        """Contrast the complete samples with those of all ranks."""
+        return self.head(predictions)
+
+
+class UnimodalContrast(ImageTextContrast[E]):
+    """Contrast of images with images and of texts with texts, as encoded by the teacher (MUMC)."""
+
+    name = "unimodal"
+
+
+# Masked words (MLM), also with soft targets of a teacher.
+
+
+class WordObjective(Objective[E, MaskedWords, P]):
+    """Masked words.
+
+    Args:
+        weight: factor of the term.
+        mask_words: samples the masked words of a batch.
+        score_words: maps states (N, D) to scores of the vocabulary (N, V).
+    """
+
+    name = "mlm"
+
+    def __init__(
+        self, weight: float, mask_words: Callable[[Batch], MaskedWords], score_words: Callable[[Tensor], Tensor]
+    ) -> None:
+        super().__init__(weight)
+        self.mask_words, self.score_words = mask_words, score_words
+
+    def corrupt(self, batch: Batch) -> MaskedWords:
+        """Mask words of every text."""
+        return self.mask_words(batch)
+
+
+class MaskedLanguageModeling(WordObjective[Encoded, Tensor]):
+    """Masked words from the text and its image (MLM)."""
+
+    def predict(self, encoded: Encoded, corruption: MaskedWords) -> Tensor:
+        """(N, V): scores of the vocabulary at the masked positions."""
+        return self.score_words(encoded.word_states_ND)
+
+    def loss(self, predictions: Tensor, corruption: MaskedWords) -> Tensor:
+        """Cross-entropy with the original ids."""
+        return losses.mlm(predictions, corruption.target_N)
+
+
+class DistilledWords(NamedTuple):
+    """Scores of the vocabulary at the masked positions by the model and by its teacher."""
+
+    words_NV: Tensor
+    teacher_NV: Tensor
+    alpha: float
+
+
+class DistilledLanguageModeling(WordObjective[ContrastiveEncoded, DistilledWords]):
+    """Masked words with soft targets of a moving-average teacher (ALBEF, equation 7)."""
+
+    def predict(self, encoded: ContrastiveEncoded, corruption: MaskedWords) -> DistilledWords:
+        """Score the vocabulary at the masked positions."""
+        return DistilledWords(self.score_words(encoded.word_states_ND), encoded.teacher_words_NV, encoded.alpha)
+
+    def loss(self, predictions: DistilledWords, corruption: MaskedWords) -> Tensor:
+        """Cross-entropy with the original ids and the teacher's distribution."""
+        words_NV, teacher_NV, alpha = predictions
+        return losses.mlm_distilled(words_NV, corruption.target_N, teacher_NV, alpha)

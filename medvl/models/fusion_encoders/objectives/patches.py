@@ -15,7 +15,7 @@ from torch import Tensor
 from medvl import losses
 from medvl.encoders import ImageEncoder
 from medvl.errors import ConfigError
-from medvl.losses.masked.mim import PatchMask, mask_blocks, mask_patches, patchify, standardize
+from medvl.losses.masked import PatchMask, mask_blocks, mask_patches, patchify, standardize
 from medvl.models.fusion_encoders.objectives.base import Encoded, Objective
 from medvl.models.fusion_encoders.parts.encoder import Tokens
 from medvl.models.fusion_encoders.parts.heads import BlockHead, Patches, PixelDecoder

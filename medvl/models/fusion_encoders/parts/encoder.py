@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from medvl.models.bert_init import init_weights
+from medvl.models.base import init_weights
 from medvl.models.fusion_encoders.parts.attention_masks import Attention, attention_mask, keep_first
 from medvl.models.fusion_encoders.parts.transformer import CoAttentionLayer, SelfAttentionLayer, Sizes
 

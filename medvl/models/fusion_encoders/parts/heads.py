@@ -11,11 +11,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from medvl.common.checks import check_within
+from medvl.common.config_io import check_within
 from medvl.encoders import ImageEncoder
 from medvl.errors import ConfigError
-from medvl.losses.masked.mim import PatchMask
-from medvl.models.bert_init import INIT_STD, init_weights
+from medvl.losses.masked import PatchMask
+from medvl.models.base import INIT_STD, init_weights
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

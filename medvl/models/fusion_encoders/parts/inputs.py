@@ -10,15 +10,19 @@ from collections.abc import Callable
 from typing import Literal
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from medvl.encoders import ImageEncoder
+from medvl.encoders import ImageEncoder, TextEncoder
 from medvl.encoders.regions import RegionEncoder
 from medvl.errors import ConfigError
-from medvl.losses.masked.mim import blank
-from medvl.models.bert_init import INIT_STD, init_weights
+from medvl.losses.masked import blank
+from medvl.losses.pairs.blockwise import name_ids, same_pairs, text_ids
+from medvl.losses.pairs.itm import MatchingPairs, random_pairs
+from medvl.losses.precision import full_precision
+from medvl.models.base import INIT_STD, complete_rows, init_weights
 from medvl.models.fusion_encoders.parts.encoder import Tokens
-from medvl.schema import ImageFeatures
+from medvl.schema import Batch, ImageFeatures
 
 FirstToken = Literal["pooled", "learned", "none"]
 
@@ -173,3 +177,119 @@ def encode_present(has_B: Tensor | None, width: int, encode: Callable[..., Token
     states_BND = present.states_BND.new_zeros(len(has_B), tokens, width).index_copy(0, index_K, present.states_BND)
     mask_BN = torch.arange(tokens, device=has_B.device).expand(len(has_B), -1) == 0
     return Tokens(states_BND, mask_BN.index_copy(0, index_K, present.real_BN()))
+
+
+# Random corruption of a training batch: image-text pairs that do not match.
+#
+# Everything is sampled before any arithmetic, from torch's CPU generator, which the training step
+# seeds. A batch is thus corrupted alike on every device, and a test can repeat a step in another
+# way. Masked words are sampled by `medvl.models.base`, masked patches by
+# `medvl.losses.masked.mask_patches`.
+#
+# B batch, N pairs.
+
+
+def sample_pairs(batch: Batch, *groups_B: Tensor) -> MatchingPairs:
+    """Keep the image of half of the complete samples; give the others a wrong image of the batch.
+
+    Rows of `same_rows(batch, *groups_B)` are never each other's negatives.
+    """
+    row_N = complete_rows(batch)
+    pairs = random_pairs(same_rows(batch, *groups_B)[row_N][:, row_N], torch.default_generator)
+    return pairs_of_rows(pairs, row_N)
+
+
+def same_rows(batch: Batch, *groups_B: Tensor) -> Tensor:
+    """(B, B) bool: samples with equal texts, of one study, or equal in any of `groups_B` (int64)."""
+    if batch.studies is not None:
+        groups_B = (*groups_B, name_ids(batch.studies))
+    return same_pairs(text_ids(batch.ids_BT, batch.mask_BT), *groups_B)
+
+
+def pairs_of_rows(pairs: MatchingPairs, row_N: Tensor) -> MatchingPairs:
+    """Convert pairs sampled among some rows of a batch to rows of the batch."""
+    return MatchingPairs(row_N[pairs.image_N], row_N[pairs.text_N], pairs.matched_N)
+
+
+# Learned prompts in place of a missing image or text (PTUnifier).
+#
+# Letters: B batch, Q width of a query, R prompts in the pool, K selected prompts, D width.
+
+
+class PromptPool(nn.Module):
+    """A pool of learned vectors. Each sample gets the vectors that are most similar to its query.
+
+    Gradients reach the selected vectors; the selection itself has none. A query of another width is mapped by a fixed
+    random matrix.
+
+    Args:
+        size: R.
+        width: D.
+        selected: K, at most R.
+        query_width: Q.
+    """
+
+    def __init__(self, size: int, width: int, selected: int, query_width: int) -> None:
+        super().__init__()
+        self.selected = selected
+        self.prompts_RD = nn.Parameter(torch.empty(size, width).normal_(std=INIT_STD))
+        self.map_QD: Tensor | None
+        same = query_width == width
+        self.register_buffer("map_QD", None if same else torch.randn(query_width, width) / query_width**0.5)
+
+    def forward(self, query_BQ: Tensor) -> Tensor:
+        """(B, K, D): the prompts with the largest dot products, largest first."""
+        with torch.no_grad(), full_precision(query_BQ):
+            query_BD = query_BQ.float() if self.map_QD is None else query_BQ.float() @ self.map_QD
+            chosen_BK = (query_BD @ self.prompts_RD.float().T).topk(self.selected, dim=1).indices
+        return F.embedding(chosen_BK, self.prompts_RD)
+
+
+def mean_of_tokens(states_BND: Tensor, mask_BN: Tensor) -> Tensor:
+    """(B, D): mean of the real tokens, zeros if there is none."""
+    weight_BN1 = mask_BN[:, :, None].to(states_BND.dtype)
+    return (states_BND * weight_BN1).sum(dim=1) / weight_BN1.sum(dim=1).clamp(min=1)
+
+
+def lacking(has_B: Tensor | None, has_other_B: Tensor | None) -> Tensor | None:
+    """Return bool: samples without the one and with the other; None: there is none."""
+    if has_B is None:
+        return None
+    return ~has_B if has_other_B is None else ~has_B & has_other_B
+
+
+def fill(tokens: Tokens, lacking_B: Tensor | None, make: Callable[[Tensor], Tokens], query_BQ: Tensor) -> Tokens:
+    """Put what `make` returns for the queries of some rows in place of these rows."""
+    index_M = None if lacking_B is None else lacking_B.nonzero().squeeze(1)
+    if index_M is None or len(index_M) == 0:
+        return tokens
+    return tokens.replaced(index_M, make(query_BQ[index_M]))
+
+
+def mean_words(encoder: TextEncoder, ids_BT: Tensor, mask_BT: Tensor) -> Tensor:
+    """(B, D): mean of each text's embedded tokens without the first."""
+    return mean_of_tokens(encoder.embed(ids_BT, mask_BT)[:, 1:], mask_BT[:, 1:])
+
+
+def encode_between(encoder: TextEncoder, prompts_BKD: Tensor, first_id: int, last_id: int) -> Tensor:
+    """(B, 1 + K + 1, D): states of prompts as a text between two real tokens, which both have the first position."""
+    ends_B1D = []
+    for token_id in (first_id, last_id):
+        ids_B1 = torch.full(prompts_BKD.shape[:1], token_id, device=prompts_BKD.device)[:, None]
+        ends_B1D.append(encoder.embed(ids_B1, torch.ones_like(ids_B1, dtype=torch.bool)))
+    hidden_BTD = torch.cat([ends_B1D[0], prompts_BKD.to(ends_B1D[0].dtype), ends_B1D[1]], dim=1)
+    return encoder.encode(hidden_BTD, torch.ones_like(hidden_BTD[:, :, 0], dtype=torch.bool))[-1]
+
+
+def with_mean_patches(
+    encoder: ImageEncoder, has_image_B: Tensor | None, encode: Callable[[], Tokens]
+) -> tuple[Tokens, Tensor]:
+    """Run `encode`; return its tokens and the mean of each image's embedded patches (B, D), zeros without an image."""
+    with encoder.record_patches() as recorded:
+        image = encode()
+    mean_BD = image.states_BND.new_zeros(len(image.states_BND), encoder.patch_dim)
+    if not recorded:  # no sample has an image
+        return image, mean_BD
+    (patches_KPD,) = recorded
+    mean_KD = patches_KPD.mean(dim=1).to(mean_BD.dtype)
+    return image, mean_KD if has_image_B is None else mean_BD.index_copy(0, has_image_B.nonzero().squeeze(1), mean_KD)

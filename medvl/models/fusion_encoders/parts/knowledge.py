@@ -14,15 +14,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from medvl.common.checks import check_within
-from medvl.data.knowledge.finder import EntityFinder
+from medvl.common.config_io import check_within
+from medvl.data.knowledge.finder import EntityFinder, EntityLinker, LinkedEntities
 from medvl.data.knowledge.graph import read_knowledge
-from medvl.data.knowledge.linker import EntityLinker, LinkedEntities
 from medvl.data.knowledge.transe import load_embeddings
 from medvl.data.tokenizer.tokenizer import Tokenizer
 from medvl.errors import ConfigError
 from medvl.losses.precision import full_precision
-from medvl.models.bert_init import LAYER_NORM_EPS, init_weights
+from medvl.models.base import LAYER_NORM_EPS, init_weights
 from medvl.models.fusion_encoders.parts.attention_masks import padding_mask
 from medvl.models.fusion_encoders.parts.encoder import DualStream, EntityTokens, Tokens
 from medvl.models.fusion_encoders.parts.transformer import Attention, CoAttentionLayer, FeedForward, Sizes

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Self
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from medvl.models.bert_init import LAYER_NORM_EPS
+from medvl.models.base import LAYER_NORM_EPS
 from medvl.models.fusion_encoders.parts.attention_masks import open_empty_rows, padding_mask
 
 if TYPE_CHECKING:

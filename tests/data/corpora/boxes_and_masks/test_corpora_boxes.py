@@ -10,16 +10,15 @@ from helpers.dicom_builder import image_dataset, write_dataset
 from helpers.errors import raises
 from helpers.mimic_files import textured
 
-from medvl.data.annotations.boxes import add_size, merge_readers, read_corners
+from medvl.data.annotations import add_size, merge_readers, read_corners
 from medvl.data.corpora.boxes_and_masks import chestxdet10, vindr_cxr
 from medvl.data.corpora.labels import nih_cxr14
-from medvl.data.privacy.deidentify import Deidentifier
+from medvl.data.privacy import Deidentifier
 from medvl.data.shards.format import sample_to_json
 from medvl.data.shards.source import ShardSource
 from medvl.errors import ConfigError, CorpusError, ImageError
 from medvl.phantom import World, read_truth
-from medvl.phantom.layouts.boxes_and_masks.chestxdet10 import NAMES as DET10_NAMES
-from medvl.phantom.layouts.boxes_and_masks.vindr_cxr import findings
+from medvl.phantom.layouts.boxes import NAMES as DET10_NAMES, findings
 from medvl.schema import Sample
 
 CARDS = Path(__file__).parents[4] / "data_cards"

@@ -11,12 +11,12 @@ from helpers.errors import raises
 from helpers.mimic_files import textured
 
 from medvl.cli import main as cli
-from medvl.data.annotations.phrases import phrases_of, published_size
-from medvl.data.convert.hold_out import hold_out
+from medvl.data.annotations import phrases_of, published_size
+from medvl.data.convert.plan import hold_out
 from medvl.data.corpora.boxes_and_masks import ms_cxr
 from medvl.data.corpora.reports import mimic_cxr
 from medvl.data.images.codecs import encode_jpeg
-from medvl.data.privacy.deidentify import Deidentifier
+from medvl.data.privacy import Deidentifier
 from medvl.data.shards.format import sample_from_json, sample_to_json
 from medvl.data.shards.source import ShardSource
 from medvl.errors import ConfigError, CorpusError, SplitError

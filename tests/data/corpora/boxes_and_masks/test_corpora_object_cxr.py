@@ -8,7 +8,7 @@ from helpers.box_corpora import box, convert, samples_of, write_phantom
 from helpers.errors import raises
 
 from medvl.data.corpora.boxes_and_masks import object_cxr
-from medvl.data.privacy.deidentify import Deidentifier
+from medvl.data.privacy import Deidentifier
 from medvl.errors import CorpusError
 from medvl.phantom import read_truth
 

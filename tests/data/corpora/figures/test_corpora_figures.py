@@ -12,7 +12,7 @@ from medvl.data.convert.options import ShardRun
 from medvl.data.convert.pipeline import write_shards
 from medvl.data.corpora.common.figures import figure_sections
 from medvl.data.corpora.figures import roco
-from medvl.data.privacy.deidentify import Deidentifier
+from medvl.data.privacy import Deidentifier
 from medvl.data.shards.format import sample_to_json
 from medvl.data.splits import check_disjoint
 from medvl.errors import ConfigError, CorpusError, SplitError

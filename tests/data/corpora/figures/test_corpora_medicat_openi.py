@@ -14,8 +14,8 @@ from medvl.data.convert.options import ShardRun
 from medvl.data.convert.pipeline import write_shards
 from medvl.data.corpora.figures import medicat
 from medvl.data.corpora.reports import openi
-from medvl.data.privacy.deidentify import Deidentifier
-from medvl.data.reports.openi_xml import iter_openi_reports
+from medvl.data.corpora.reports.openi import iter_openi_reports
+from medvl.data.privacy import Deidentifier
 from medvl.data.shards.format import sample_to_json
 from medvl.data.shards.source import ShardSource
 from medvl.data.splits import check_disjoint

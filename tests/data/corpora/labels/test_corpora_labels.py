@@ -12,11 +12,10 @@ from helpers.mimic_files import textured
 from hypothesis import given, strategies as st
 
 from medvl.cli import main as cli
-from medvl.data.annotations.boxes import read_box
-from medvl.data.annotations.mask_rle import decode_runs, encode_runs
+from medvl.data.annotations import decode_runs, encode_runs, read_box
 from medvl.data.corpora.boxes_and_masks import rsna, siim
 from medvl.data.corpora.labels import covidx, nih_cxr14
-from medvl.data.privacy.deidentify import Deidentifier
+from medvl.data.privacy import Deidentifier
 from medvl.data.shards.format import sample_to_json
 from medvl.data.shards.source import ShardSource
 from medvl.errors import ConfigError, CorpusError

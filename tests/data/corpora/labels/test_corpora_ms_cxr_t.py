@@ -11,8 +11,8 @@ from medvl.data.convert.options import ShardRun
 from medvl.data.convert.pipeline import write_shards
 from medvl.data.corpora.labels import ms_cxr_t
 from medvl.data.corpora.reports import mimic_cxr
-from medvl.data.loading.priors import prior_positions
-from medvl.data.privacy.deidentify import Deidentifier
+from medvl.data.loading.studies import prior_positions
+from medvl.data.privacy import Deidentifier
 from medvl.data.shards.source import ShardSource
 from medvl.errors import CorpusError
 from medvl.phantom import World, write_mimic_cxr_jpg, write_ms_cxr_t

@@ -22,11 +22,11 @@ from helpers.vqa_corpora import (
 
 from medvl.cli import main as cli
 from medvl.common.untrusted import ANYWHERE
-from medvl.data.annotations.questions import MIXED, Question, questions_of
-from medvl.data.corpora.common.pickle_reader import read_plain_pickle
+from medvl.data.annotations import MIXED, Question, questions_of
 from medvl.data.corpora.common.tables import Plan
+from medvl.data.corpora.figures.m3ae_arrow import read_plain_pickle
 from medvl.data.corpora.questions import path_vqa, slake, vqa_med, vqa_rad
-from medvl.data.privacy.deidentify import Deidentifier
+from medvl.data.privacy import Deidentifier
 from medvl.data.shards.format import Manifest
 from medvl.data.shards.source import ShardSource
 from medvl.errors import ConfigError, CorpusError

@@ -12,12 +12,12 @@ from helpers.mimic_files import textured
 
 from medvl.cli import main as cli
 from medvl.data.corpora.reports import padchest
-from medvl.data.privacy.deidentify import Deidentifier
+from medvl.data.privacy import Deidentifier
 from medvl.data.shards.format import sample_to_json
 from medvl.data.shards.source import ShardSource
 from medvl.errors import ConfigError, CorpusError
 from medvl.phantom import World, read_truth
-from medvl.phantom.layouts.reports.padchest import COLUMNS, NAMES
+from medvl.phantom.layouts.reports import COLUMNS, NAMES
 from medvl.schema import Sample
 
 CARD = Path(__file__).parents[4] / "data_cards" / "padchest.md"

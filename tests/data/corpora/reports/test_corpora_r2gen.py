@@ -11,7 +11,7 @@ from helpers.errors import raises
 
 from medvl.cli import main as cli
 from medvl.data.corpora.reports import r2gen_annotation
-from medvl.data.privacy.deidentify import Deidentifier
+from medvl.data.privacy import Deidentifier
 from medvl.data.shards.source import ShardSource
 from medvl.errors import CorpusError
 
@@ -118,7 +118,7 @@ def test_published_references_are_the_findings_of_openi(real_data: Path) -> None
     import csv
     import re
 
-    from medvl.data.reports.openi_xml import iter_openi_reports
+    from medvl.data.corpora.reports.openi import iter_openi_reports
 
     findings = {report.id: report.sections.get("findings", "") for report in
                 iter_openi_reports(real_data / "openi" / "NLMCXR_reports.tgz")}  # fmt: skip

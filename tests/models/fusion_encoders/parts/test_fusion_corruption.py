@@ -9,7 +9,7 @@ from helpers.fusion_samples import TINY, flags, make_batch, tiny_model, tiny_tok
 
 from medvl.losses.pairs.itm import MatchingPairs
 from medvl.models.base import complete_rows
-from medvl.models.fusion_encoders.parts.corruption import same_rows, sample_pairs
+from medvl.models.fusion_encoders.parts.inputs import same_rows, sample_pairs
 from medvl.schema import Batch
 
 TOKENIZER = tiny_tokenizer()

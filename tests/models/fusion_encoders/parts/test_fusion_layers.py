@@ -6,11 +6,11 @@ from torch import Tensor
 from transformers import BertConfig
 from transformers.models.bert.modeling_bert import BertLayer
 
-from medvl.losses.masked.mim import mask_patches
+from medvl.losses.masked import mask_patches
+from medvl.models.base import WordHead
 from medvl.models.fusion_encoders.parts.encoder import DualStream, FusionEncoder, SingleStream, Tokens
 from medvl.models.fusion_encoders.parts.heads import Patches, PixelDecoder, PixelDecoderConfig, sinusoids
 from medvl.models.fusion_encoders.parts.transformer import Attention, SelfAttentionLayer, Sizes
-from medvl.models.masked_words import WordHead
 
 SIZES = Sizes(width=16, layers=3, heads=4, intermediate=32)
 

@@ -1,0 +1,297 @@
+"""Annotations of images: boxes, run-length masks, phrases and questions."""
+
+import dataclasses
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from medvl.errors import CorpusError, ImageError
+from medvl.schema import Sample
+
+# Bounding boxes of an image in `Sample.extra`.
+#
+#     {"boxes": [{"label": "Mass", "x": 225.1, "y": 547.0, "width": 86.8, "height": 79.2}],
+#      "image_width": 1024, "image_height": 1024}
+#
+# x and y are the left and top edge. All values are in pixels of the published image, whose size
+# is stored too: shards hold a smaller copy. An annotated image without any box has an empty list.
+# Where the tables of a release lack the size, the conversion fills it in from the image
+# (`add_size`).
+
+Box = dict[str, object]
+Size = tuple[float, float]
+"""Width and height in pixels."""
+
+_UNKNOWN: Size = (math.inf, math.inf)
+_SAME_OBJECT_IOU = 0.5
+
+
+def read_box(label: str, fields: Sequence[str | float], size: tuple[int, int] | None, where: Path) -> Box:
+    """Parse a box from its left, top, width and height in a table, for an image of `size` (width, height).
+
+    With None for the size, the right and bottom edges are checked by `add_size`. Raises CorpusError, naming the file,
+    when a field is not a number, or the box is empty or exceeds the image by more than a pixel.
+    """
+    x, y, width, height = _four_numbers(label, fields, where)
+    return _checked(label, (x, y, width, height), size or _UNKNOWN, where)
+
+
+def read_corners(label: str, fields: Sequence[str | float], size: tuple[int, int] | None, where: Path) -> Box:
+    """Parse a box from its left, top, right and bottom edge; otherwise as `read_box`."""
+    left, top, right, bottom = _four_numbers(label, fields, where)
+    return _checked(label, (left, top, right - left, bottom - top), size or _UNKNOWN, where)
+
+
+def add_size(extra: Mapping[str, object], shape: tuple[int, ...]) -> Mapping[str, object]:
+    """Return `Sample.extra` with the size of the image of `shape` (height, width) if it has boxes and lacks the size.
+
+    Raises ImageError ("mismatch") when a box exceeds the image by more than a pixel: it is not the published one.
+    """
+    boxes: Any = extra.get("boxes")
+    if boxes is None or "image_width" in extra:
+        return extra
+    height, width = shape[:2]
+    if not all(_is_inside((box["x"], box["y"], box["width"], box["height"]), (width, height)) for box in boxes):
+        message = f"a box exceeds the image of {width} x {height} pixels; expected the image as published, not resized"
+        raise ImageError(message, "mismatch", field="boxes")
+    return region_fields((width, height), extra)
+
+
+def merge_readers(boxes_by_reader: Iterable[Sequence[Box]]) -> list[Box]:
+    """Return the boxes of several readers of one image, with the boxes of one object replaced by their mean.
+
+    A box joins the first group of its label that has no box of its reader yet and whose first box it overlaps by an
+    intersection over union of at least 0.5; else it begins a group.
+    """
+    groups: list[tuple[list[Box], set[int]]] = []
+    for reader, boxes in enumerate(boxes_by_reader):
+        for box in boxes:
+            for group, readers in groups:
+                if (
+                    reader not in readers
+                    and box["label"] == group[0]["label"]
+                    and _iou(box, group[0]) >= _SAME_OBJECT_IOU
+                ):
+                    group.append(box)
+                    readers.add(reader)
+                    break
+            else:
+                groups.append(([box], {reader}))
+    return [_mean(group) for group, _ in groups]
+
+
+def _four_numbers(label: str, fields: Sequence[str | float], where: Path) -> tuple[float, float, float, float]:
+    try:
+        a, b, c, d = (float(field) for field in fields)
+    except (TypeError, ValueError):
+        raise CorpusError(f"{where}: expected four numbers for a box of {label}", "malformed", field="boxes") from None
+    return a, b, c, d
+
+
+def _checked(label: str, box: tuple[float, float, float, float], size: Size, where: Path) -> Box:
+    x, y, width, height = box
+    if not all(map(math.isfinite, box)) or width <= 0 or height <= 0 or not _is_inside(box, size):
+        message = f"{where}: a box of {label} is empty or exceeds its image of {size[0]} x {size[1]} pixels"
+        raise CorpusError(message, "out_of_range", field="boxes")
+    return {"label": label, "x": x, "y": y, "width": width, "height": height}
+
+
+def _is_inside(box: tuple[float, float, float, float], size: Size) -> bool:
+    x, y, width, height = box
+    return x > -1 and y > -1 and x + width < size[0] + 1 and y + height < size[1] + 1
+
+
+def _edges(box: Mapping[str, Any]) -> tuple[float, float, float, float]:
+    return box["x"], box["y"], box["x"] + box["width"], box["y"] + box["height"]
+
+
+def _iou(one: Box, other: Box) -> float:
+    (left, top, right, bottom), (left_2, top_2, right_2, bottom_2) = _edges(one), _edges(other)
+    overlap = max(0.0, min(right, right_2) - max(left, left_2)) * max(0.0, min(bottom, bottom_2) - max(top, top_2))
+    union = (right - left) * (bottom - top) + (right_2 - left_2) * (bottom_2 - top_2) - overlap
+    return overlap / union
+
+
+def _mean(group: Sequence[Mapping[str, Any]]) -> Box:
+    sides = ("x", "y", "width", "height")
+    return {"label": group[0]["label"], **{side: sum(box[side] for box in group) / len(group) for side in sides}}
+
+
+def region_fields(size: tuple[int, int], regions: Mapping[str, object]) -> dict[str, object]:
+    """Return the fields of `Sample.extra` for regions in pixels of an image of `size` (width, height)."""
+    return {**regions, "image_width": size[0], "image_height": size[1]}
+
+
+# Run-length encoded masks in the format of the SIIM-ACR release.
+#
+# The text is a list of pairs "gap length gap length ...": pixels outside and then inside the
+# mask, column by column from the top left corner; each gap is counted from the end of the
+# previous run. "-1" is an empty mask.
+
+EMPTY = "-1"
+
+
+def decode_runs(runs: str, height: int, width: int) -> NDArray[np.bool_]:
+    """Return the mask (height, width). Raises CorpusError when the text is malformed or exceeds the mask."""
+    if runs.strip() == EMPTY:
+        return np.zeros((height, width), np.bool_)
+    try:
+        steps = np.array(runs.split(), dtype=np.int64)
+    except (ValueError, OverflowError):
+        raise CorpusError("expected integers for the runs of a mask", "malformed", field="masks") from None
+    if not len(steps) or len(steps) % 2 or (steps < 0).any() or (steps[1::2] == 0).any():
+        raise CorpusError("expected pairs of a gap and a length for the runs of a mask", "malformed", field="masks")
+    # Check the sum before allocating anything of that size; the first test also catches a sum that overflows.
+    if (steps > height * width).any() or steps.sum() > height * width:
+        raise CorpusError(f"the runs of a mask exceed its {height} x {width} pixels", "out_of_range", field="masks")
+    inside = np.repeat(np.arange(len(steps)) % 2 == 1, steps)
+    column_major = np.zeros(height * width, np.bool_)
+    column_major[: len(inside)] = inside
+    return column_major.reshape(width, height).T
+
+
+def encode_runs(mask_HW: NDArray[np.bool_]) -> str:
+    """Return the run-length text of a mask, as `decode_runs` reads it."""
+    column_major = np.concatenate([[False], mask_HW.T.ravel().astype(np.bool_), [False]])
+    edges = np.flatnonzero(column_major[1:] != column_major[:-1])
+    if not len(edges):
+        return EMPTY
+    return " ".join(map(str, np.diff(edges, prepend=0).tolist()))
+
+
+# Report phrases with the boxes that radiologists drew for them, in `Sample.extra`.
+#
+#     {"phrases": [{"label": "Pneumonia", "text": "Bibasilar opacities", "boxes": [{"x": 196,
+#     ...}, ...]}, ...],
+#      "image_width": 1767, "image_height": 2021}
+#
+# Boxes have the format of `medvl.data.annotations`: pixels of the published image.
+
+_SIDES = ("x", "y", "width", "height")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Phrase:
+    """A phrase about one image and the boxes that it refers to."""
+
+    label: str
+    """Finding; results are reported per label."""
+    text: str
+    boxes: tuple[Box, ...]
+    """One or more; the target region is their union."""
+
+    def as_json(self) -> dict[str, object]:
+        """Return the entry for `Sample.extra["phrases"]`."""
+        return {"label": self.label, "text": self.text, "boxes": list(self.boxes)}
+
+
+def phrases_of(sample: Sample) -> tuple[Phrase, ...]:
+    """Return the phrases of a sample, empty if it has none.
+
+    For a sample with boxes but no phrases, each label is a phrase with the boxes of that label. Raises CorpusError when
+    the annotations are malformed or the size of the image is missing.
+    """
+    try:
+        if "phrases" in sample.extra:
+            phrases = [_phrase(entry) for entry in _list(sample.extra["phrases"])]
+        else:
+            by_label: dict[str, list[Box]] = {}
+            for box in _list(sample.extra.get("boxes", [])):
+                by_label.setdefault(str(box["label"]), []).append(_box(box))
+            phrases = [Phrase(label=label, text=label, boxes=tuple(boxes)) for label, boxes in by_label.items()]
+    except (TypeError, KeyError, ValueError) as error:
+        message = f"sample {sample.key}: malformed phrases or boxes; convert the corpus again"
+        raise CorpusError(message, "malformed", field="phrases") from error
+    if phrases:
+        published_size(sample)
+    return tuple(phrases)
+
+
+def published_size(sample: Sample) -> tuple[int, int]:
+    """Return (height, width) of the image that a sample's boxes refer to. Raises CorpusError when it is missing."""
+    height, width = (sample.extra.get(name) for name in ("image_height", "image_width"))
+    if not isinstance(height, int) or not isinstance(width, int) or min(height, width) < 1:
+        raise CorpusError(f"sample {sample.key}: boxes without an image size", "missing", field="image_height")
+    return height, width
+
+
+def _phrase(entry: Mapping[str, Any]) -> Phrase:
+    boxes = tuple(_box(box) for box in _list(entry["boxes"]))
+    if not boxes:
+        raise ValueError("a phrase without boxes")
+    return Phrase(label=str(entry["label"]), text=str(entry["text"]), boxes=boxes)
+
+
+def _box(box: Mapping[str, Any]) -> Box:
+    return {"label": str(box["label"]), **{side: float(box[side]) for side in _SIDES}}
+
+
+def _list(value: object) -> list[Any]:
+    if not isinstance(value, list):
+        raise TypeError("not a list")
+    return value
+
+
+# Questions and answers about images, in the form of the VQA corpora.
+#
+# A sample is an image; its questions are JSON objects in `Sample.extra["questions"]`. Each
+# question has its own split, because some releases split questions instead of images (VQA-RAD).
+# If the questions of one image are in several splits, all samples of the release have the split
+# `MIXED`, and readers must select questions by their own split.
+
+AnswerType = Literal["closed", "open"]
+MIXED = "mixed"
+"""Split of every sample of a release that divides the questions about one image among splits."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Question:
+    """A question about an image and its answer as released (repaired, not normalized)."""
+
+    id: str
+    """Unique in its corpus."""
+    question: str
+    answer: str
+    """Empty where the release has none; such a question counts in every denominator and no answer matches it."""
+    answer_type: AnswerType
+    """From the dataset's own field, or inferred from yes/no where it has none (see the data card)."""
+    kind: str = ""
+    """Question type of the dataset; several are joined by ", " in alphabetical order."""
+    organ: str = ""
+    split: str
+    phrasing: str = ""
+    """freeform, para or frame in VQA-RAD; vqa or kvqa in SLAKE."""
+
+    def as_json(self) -> dict[str, str]:
+        """Return the entry for `Sample.extra["questions"]`, without empty fields except the answer."""
+        values = dataclasses.asdict(self)
+        return {name: value for name, value in values.items() if value or name == "answer"}
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> "Question":
+        """Parse an entry; unknown fields are ignored. Raises CorpusError when a field is missing or not a string."""
+        names = [field.name for field in dataclasses.fields(cls) if field.name in data]
+        try:
+            question = cls(**{name: data[name] for name in names})
+        except TypeError:
+            expected = "a question with id, question, answer, answer_type and split"
+            raise CorpusError(f"expected {expected}, got {', '.join(names)}", "missing") from None
+        for name in names:
+            if not isinstance(getattr(question, name), str):
+                raise CorpusError(f"question {question.id}: expected a string for {name}", "wrong_type", field=name)
+        if question.answer_type not in ("closed", "open"):
+            message = f"question {question.id}: expected answer_type closed or open, got {question.answer_type!r}"
+            raise CorpusError(message, "unknown_name", field="answer_type")
+        return question
+
+
+def questions_of(sample: Sample) -> tuple[Question, ...]:
+    """Return the questions of a sample, empty if it has none. Raises CorpusError when they are malformed."""
+    entries = sample.extra.get("questions", [])
+    if not isinstance(entries, list) or not all(isinstance(entry, Mapping) for entry in entries):
+        raise CorpusError("a sample's questions must be a list of objects", "wrong_type", field="questions")
+    return tuple(Question.from_json(entry) for entry in entries)

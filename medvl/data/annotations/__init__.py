@@ -1,1 +1,0 @@
-"""Boxes, masks, phrases and questions of an image."""

@@ -1,1 +1,0 @@
-"""De-identification and detection of burned-in text."""

@@ -1,1 +1,0 @@
-"""Masked prediction: words of report sentences that a language model fills in."""

@@ -1,1 +1,0 @@
-"""Image-text matching: a text against other texts and against its mirror."""

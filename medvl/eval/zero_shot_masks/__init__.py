@@ -1,1 +1,0 @@
-"""Zero-shot segmentation by the maps of a dual-encoder."""

@@ -1,1 +1,0 @@
-"""Losses of masked words, pixels and regions."""

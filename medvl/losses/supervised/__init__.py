@@ -1,1 +1,0 @@
-"""Losses of labels, boxes, masks and answers."""

@@ -1,1 +1,0 @@
-"""Layouts of corpora of images with questions and answers."""

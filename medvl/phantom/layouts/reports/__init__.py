@@ -1,1 +1,0 @@
-"""Layouts of corpora of radiographs with reports."""
